@@ -1,0 +1,57 @@
+"""Attention variants: a variant is a value, and all else is derived from it.
+
+Letters, in the names of arrays, in einsums, docstrings and cost formulas alike; the name of an
+array ends in its shape, as in ``q_BTNH``:
+
+  B batch · T queries · S keys · D model width · F feed-forward width · N query heads ·
+  K key-value heads · G = N/K query heads to a key-value head · H query-key width · E value width ·
+  R latent rank · P rotary width · M feature-map width · V vocabulary · L layers
+
+**The layer contract.** Every layer is called as
+
+    y_BTD, cache = layer(x_BTD, positions_BT, segments_BT=None, cache=None, memory=None,
+                         probe=None, dropout_key=None)
+
+One call serves training, prefill in any chunking, and decoding token by token:
+
+- ``positions_BT`` are int32 positions, ascending within a row (or a document).
+- ``segments_BT`` number the documents packed in a row, 0 is padding; with a cache there is one
+  document a row, and they tell padding (0) from tokens (1).
+- ``cache`` is None, or comes from ``layer.init_cache(batch, length, dtype)`` or an earlier call.
+- ``memory`` is the other sequence of cross-attention.
+- ``probe`` reads or replaces activations (see ``attention.probe``); asking nothing changes no bit.
+- ``dropout_key`` turns dropout on.
+
+``layer.cache_bytes_per_token()`` is what the cache grows by; ``layer.implementation(batch,
+length)`` names the implementation that runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from attention.context import Context
+from attention.multi_head import MultiHead
+
+VARIANTS = {
+    "causal": MultiHead,
+}
+
+
+def options(variant: str, group: Mapping[str, object]):
+    """The options of one layer, checked for misspelt names.
+
+    Raises:
+      ValueError: an unknown variant, or an option that the variant does not have.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {list(VARIANTS)}, got {variant!r}")
+    known = [field.name for field in dataclasses.fields(VARIANTS[variant])]
+    unknown = sorted(set(group) - set(known))
+    if unknown:
+        raise ValueError(f"variant {variant!r} has no option {unknown[0]!r}; it has {known}")
+    return VARIANTS[variant](**group)
+
+
+__all__ = ["VARIANTS", "Context", "MultiHead", "options"]

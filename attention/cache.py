@@ -1,0 +1,219 @@
+"""What decoding remembers: keys and values, latents, or a recurrent state.
+
+A cache is a registered frozen dataclass that is passed in and returned. A slot's index is derived
+from the position it holds, so that left padding, right padding and any chunking of the prompt lead
+to the same cache, and a cache can be used again for a second prompt without clearing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attention.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where a position is kept: pinned positions first, then a ring of recent ones.
+
+    Attributes:
+      pinned: positions that keep a slot of their own for ever, ascending.
+      ring: number of slots that the other positions share, position modulo ring.
+      limit: positions at or past it have no slot; None where the ring overwrites the oldest.
+    """
+
+    pinned: tuple[int, ...]
+    ring: int
+    limit: int | None
+
+    @classmethod
+    def for_mask(cls, mask: Mask, length: int) -> Slots:
+        """The fewest slots that serve ``mask`` up to ``length`` positions.
+
+        Raises:
+          ValueError: the mask lets queries see later keys for ever, so that one token at a time
+            cannot equal the whole sequence at once; or length is below 1.
+        """
+        if length < 1:
+            raise ValueError(f"a cache needs a length of at least 1, got {length}")
+        if mask.causal_from() is None:
+            raise ValueError(
+                f"a cache needs a causal mask, and {mask} lets queries see later keys; "
+                "combine it with Causal() &"
+            )
+        retention = mask.retention()
+        if retention.last is None or retention.last >= length:
+            return cls((), length, length)
+        return cls(retention.pinned, retention.last, None)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.pinned) + self.ring
+
+    def slot(self, position: jax.Array) -> jax.Array:
+        """Index of the slot of each position; ``capacity`` where there is none."""
+        nowhere = self.capacity
+        slot = len(self.pinned) + position % self.ring if self.ring else jnp.full_like(
+            position, nowhere
+        )
+        if self.limit is not None:
+            slot = jnp.where(position < self.limit, slot, nowhere)
+        if self.pinned:
+            pinned = jnp.asarray(self.pinned, position.dtype)
+            index = jnp.searchsorted(pinned, position)
+            held = pinned[jnp.minimum(index, len(self.pinned) - 1)] == position
+            slot = jnp.where(held, index.astype(slot.dtype), slot)
+        return jnp.where(position >= 0, slot, nowhere)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCache:
+    """Base of the caches that keep one entry a position; subclasses name the entries.
+
+    Attributes:
+      position_BS: the position that each slot holds, −1 where it is empty.
+      slots: the layout.
+    """
+
+    position_BS: jax.Array
+    slots: Slots
+
+    @classmethod
+    def create(cls, batch: int, slots: Slots, dtype, **shapes: tuple[int, ...]) -> Self:
+        """An empty cache; ``shapes`` gives each entry's shape per position."""
+        entries = {
+            name: jnp.zeros((batch, slots.capacity, *shape), dtype)
+            for name, shape in shapes.items()
+        }
+        position_BS = jnp.full((batch, slots.capacity), -1, jnp.int32)
+        return cls(position_BS=position_BS, slots=slots, **entries)
+
+    @property
+    def entries(self) -> dict[str, jax.Array]:
+        """The stored arrays by name, each (B, S, …)."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in _BOOKKEEPING}
+
+    @property
+    def limit(self) -> int | None:
+        """Positions at or past it do not fit; None where there is no end."""
+        return self.slots.limit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored entries, without the bookkeeping of positions."""
+        return sum(array.nbytes for array in self.entries.values())
+
+    def reset(self) -> Self:
+        """The same cache, empty."""
+        return dataclasses.replace(self, position_BS=jnp.full_like(self.position_BS, -1))
+
+    def append(
+        self, positions_BT: jax.Array, valid_BT: jax.Array, **new: jax.Array
+    ) -> tuple[Self, dict[str, jax.Array], jax.Array]:
+        """Takes T tokens in; whatever it held at or after their first position is forgotten.
+
+        Args:
+          positions_BT: their positions, ascending within a row.
+          valid_BT: false for padding, which is not stored.
+          new: entries (B, T, …) by name.
+
+        Returns:
+          The new cache, and the entries to attend over with their positions (−1 = empty). These
+          hold what the T queries may see, also what the ring no longer has room for afterwards.
+
+        Raises:
+          ValueError: more tokens, or later positions, than the cache has room for. Positions that
+            are being traced cannot be checked: whoever traces checks the length before.
+        """
+        self._check_room(positions_BT, valid_BT)
+        positions_BT = jnp.where(valid_BT, positions_BT, -1)
+        first_B1 = jnp.where(valid_BT, positions_BT, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+        past_BS = jnp.where(self.position_BS < first_B1, self.position_BS, -1)
+        stored_BT = positions_BT
+        if self.slots.limit is None:
+            # Of the tokens that share a ring slot only the latest may be written.
+            recent = positions_BT > positions_BT.max(1, keepdims=True) - self.slots.ring
+            stored_BT = jnp.where(recent | self._pinned(positions_BT), positions_BT, -1)
+        slot_BT = self.slots.slot(stored_BT)
+        rows_B1 = jnp.arange(slot_BT.shape[0])[:, None]
+
+        def write(old, update):
+            return old.at[rows_B1, slot_BT].set(update.astype(old.dtype), mode="drop")
+
+        stored = {name: write(array, new[name]) for name, array in self.entries.items()}
+        cache = dataclasses.replace(self, position_BS=write(past_BS, stored_BT), **stored)
+        if self.slots.limit is not None or positions_BT.shape[1] == 1:
+            return cache, cache.entries, cache.position_BS
+        seen = {
+            name: jnp.concatenate([array, new[name].astype(array.dtype)], axis=1)
+            for name, array in self.entries.items()
+        }
+        return cache, seen, jnp.concatenate([past_BS, positions_BT], axis=1)
+
+    def _pinned(self, positions_BT: jax.Array) -> jax.Array:
+        return jnp.isin(positions_BT, jnp.asarray(self.slots.pinned, jnp.int32))
+
+    def _check_room(self, positions_BT: jax.Array, valid_BT: jax.Array) -> None:
+        limit = self.slots.limit
+        if limit is None:
+            return
+        if isinstance(positions_BT, jax.core.Tracer) or isinstance(valid_BT, jax.core.Tracer):
+            return
+        last = int(np.max(np.where(valid_BT, positions_BT, -1), initial=-1))
+        if last >= limit:
+            raise ValueError(f"position {last} is past the end of a cache of length {limit}")
+
+
+_BOOKKEEPING = ("position_BS", "slots")
+
+
+def _register(cls):
+    arrays = [field.name for field in dataclasses.fields(cls) if field.name != "slots"]
+    return jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=["slots"])
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class KVCache(SlotCache):
+    """Keys and values per key-value head; keys are kept rotated to their own positions."""
+
+    k_BSKH: jax.Array
+    v_BSKE: jax.Array
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
+class LatentCache(SlotCache):
+    """The latent that restores keys and values, and the rotary key all heads share (MLA)."""
+
+    latent_BSR: jax.Array
+    rope_key_BSP: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SmearedCache:
+    """A cache of smeared keys, and the last raw key, which the next one is mixed with."""
+
+    inner: KVCache
+    last_key_BKH: jax.Array
+
+    @property
+    def limit(self) -> int | None:
+        """See ``SlotCache.limit``."""
+        return self.inner.limit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored entries and of the last raw key."""
+        return self.inner.nbytes + self.last_key_BKH.nbytes
+
+    def reset(self) -> SmearedCache:
+        """The same cache, empty; position 0 has no predecessor, so the key may stay."""
+        return dataclasses.replace(self, inner=self.inner.reset())

@@ -1,0 +1,199 @@
+"""The decoder language model: tokens in, logits of the next token out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from attention.context import Context, matrix, project
+from attention.norm import RMSNorm
+from attention.probe import Probe
+from models.block import Block
+from models.mlp import MLPS
+
+POSITIONS = ("rope", "learned", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderOptions:
+    """Shape of a decoder.
+
+    Attributes:
+      vocab_size: V, special tokens included.
+      num_layers: L.
+      d_model: D.
+      num_heads: N.
+      head_width: H; None stands for D / N.
+      layers: options of the attention of each layer, cycled over the depth.
+      mlp: "gelu", "swiglu" or "none" (attention only).
+      d_ff: F.
+      tied_head: whether the output head is the embedding transposed.
+      position: "rope", "learned" (added to the embedding) or "none".
+      max_length: number of learned positions.
+      rope_base, rope_layout: see ``attention.rope.Rope``.
+      dtype: of activations; parameters are float32.
+      implementation: of softmax attention, see ``attention.ops.attend``.
+    """
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    layers: tuple
+    head_width: int | None = None
+    mlp: str = "gelu"
+    d_ff: int = 0
+    tied_head: bool = False
+    position: str = "rope"
+    max_length: int = 0
+    rope_base: float = 10_000.0
+    rope_layout: str = "half_split"
+    dtype: str = "float32"
+    implementation: str = "auto"
+
+    def __post_init__(self):
+        sizes = ["vocab_size", "num_layers", "d_model", "num_heads"]
+        sizes += ["d_ff"] if self.mlp != "none" else []
+        sizes += ["max_length"] if self.position == "learned" else []
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        for name, known in (
+            ("mlp", MLPS), ("position", POSITIONS), ("dtype", ("float32", "bfloat16"))
+        ):  # fmt: skip
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"model.{name} must be one of {list(known)}, got {getattr(self, name)!r}"
+                )
+        if self.head_width is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.num_heads must divide model.d_model, got {self.num_heads} heads for "
+                f"{self.d_model}; choose another or set model.head_width"
+            )
+        if self.head_width is not None and self.head_width < 1:
+            raise ValueError(f"model.head_width must be at least 1, got {self.head_width}")
+        if not self.layers:
+            raise ValueError("model.pattern must name at least one attention group, got ()")
+        for layer in self.layers:
+            layer.check(self.context())
+
+    def context(self) -> Context:
+        """What the attention layers are told."""
+        head_width = self.d_model // self.num_heads if self.head_width is None else self.head_width
+        return Context(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            head_width=head_width,
+            rotary=self.position == "rope",
+            rope_base=self.rope_base,
+            rope_layout=self.rope_layout,
+            dtype=self.dtype,
+            implementation=self.implementation,
+        )
+
+    def layer(self, index: int):
+        """Attention options of layer ``index``."""
+        return self.layers[index % len(self.layers)]
+
+
+class Decoder(nnx.Module):
+    """logits = norm(blocks(embedding[tokens])) W_head."""
+
+    def __init__(self, options: DecoderOptions, rngs: nnx.Rngs):
+        self.options = options
+        V, D = options.vocab_size, options.d_model
+        self.w_embed_VD = nnx.Param(matrix(rngs.params(), (V, D), D))
+        learned = options.position == "learned"
+        self.w_position_TD = (
+            nnx.Param(matrix(rngs.params(), (options.max_length, D), D)) if learned else None
+        )
+        self.blocks = nnx.List(
+            Block(options.layer(i), options.context(), options.mlp, options.d_ff, rngs)
+            for i in range(options.num_layers)
+        )
+        self.norm = RMSNorm(D)
+        self.w_head_DV = (
+            None if options.tied_head else nnx.Param(matrix(rngs.params(), (D, V), D))
+        )
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        *,
+        segments_BT: jax.Array | None = None,
+        caches: list | None = None,
+        probe: Probe | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, list | None]:
+        """Logits (B, T, V) in float32, and the caches after these tokens.
+
+        Args:
+          tokens_BT: token ids. Ids outside the vocabulary raise ValueError, or make their row NaN
+            where the ids are being traced.
+          positions_BT: default 0 … T − 1; needed with caches.
+          segments_BT, probe, dropout_key: see the layer contract in ``attention``.
+          caches: one a layer, from ``init_caches`` or an earlier call.
+        """
+        check_ids("token id", tokens_BT, self.options.vocab_size)
+        if positions_BT is None:
+            if caches is not None:
+                raise ValueError("with caches, positions_BT must say where the tokens stand")
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD = self._embed(tokens_BT, positions_BT)
+        new_caches = None if caches is None else []
+        for i, block in enumerate(self.blocks):
+            x_BTD, cache = block(
+                x_BTD,
+                positions_BT,
+                segments_BT=segments_BT,
+                cache=None if caches is None else caches[i],
+                probe=None if probe is None else probe.at(f"layer{i}"),
+                dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, i),
+            )
+            if caches is not None:
+                new_caches.append(cache)
+        return self.unembed(self.norm(x_BTD)), new_caches
+
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        x_BTD = lookup(self.w_embed_VD[...], tokens_BT)
+        if self.w_position_TD is not None:
+            check_ids("position", positions_BT, self.options.max_length)
+            x_BTD = x_BTD + lookup(self.w_position_TD[...], positions_BT)
+        return x_BTD.astype(self.options.dtype)
+
+    def unembed(self, x_BTD: jax.Array) -> jax.Array:
+        """Logits of normalised activations; float32 sums whatever the dtype of x."""
+        head = self.w_embed_VD[...].T if self.w_head_DV is None else self.w_head_DV[...]
+        return project(x_BTD, head).astype(jnp.float32)
+
+    def init_caches(self, batch: int, length: int, dtype=None) -> list:
+        """An empty cache for every layer, for sequences of up to ``length`` positions."""
+        return [block.attention.init_cache(batch, length, dtype) for block in self.blocks]
+
+    def implementations(self, batch: int, length: int) -> dict[str, str]:
+        """Which implementation of attention each layer runs when training on this shape."""
+        return {
+            f"layer{i}": block.attention.implementation(batch, length)
+            for i, block in enumerate(self.blocks)
+        }
+
+
+def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    """Rows of a table; an id outside of it gives NaN, never another id's row."""
+    # Negative ids would count from the end.
+    ids_BT = jnp.where(ids_BT < 0, table_VD.shape[0], ids_BT)
+    return table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan)
+
+
+def check_ids(name: str, ids: jax.Array, size: int) -> None:
+    """Raises ValueError where concrete ids lie outside [0, size)."""
+    if isinstance(ids, jax.core.Tracer):
+        return
+    outside = np.asarray(ids)[(np.asarray(ids) < 0) | (np.asarray(ids) >= size)]
+    if outside.size:
+        raise ValueError(f"{name} {outside.flat[0]} is outside 0 … {size - 1}")

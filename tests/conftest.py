@@ -1,0 +1,23 @@
+"""A strict session: exact float32 products, no silent broadcasting. pyproject.toml adds that
+warnings are errors.
+
+No persistent compilation cache: what it stores for the CPU belongs to one kind of CPU, and a
+wrong hit would be worse than the seconds it saves.
+"""
+
+import os
+
+# The tests choose shapes for the CPU. JAX_PLATFORMS=cuda python -m pytest runs them elsewhere.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+
+# Accelerators multiply float32 in lower precision unless told otherwise; the tests claim float32.
+jax.config.update("jax_default_matmul_precision", "highest")
+# A missing axis is a mistake here, not a request: arrays of different rank do not meet.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first example compiles, so a deadline per example says nothing.
+hypothesis.settings.register_profile("attention", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("attention")
