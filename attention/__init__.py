@@ -28,30 +28,12 @@ length)`` names the implementation that runs.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-
 from attention.context import Context
 from attention.multi_head import MultiHead
 
+# Options of a layer by the name of its variant; ``options.build(context, rngs)`` makes the layer.
 VARIANTS = {
     "causal": MultiHead,
 }
 
-
-def options(variant: str, group: Mapping[str, object]):
-    """The options of one layer, checked for misspelt names.
-
-    Raises:
-      ValueError: an unknown variant, or an option that the variant does not have.
-    """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {list(VARIANTS)}, got {variant!r}")
-    known = [field.name for field in dataclasses.fields(VARIANTS[variant])]
-    unknown = sorted(set(group) - set(known))
-    if unknown:
-        raise ValueError(f"variant {variant!r} has no option {unknown[0]!r}; it has {known}")
-    return VARIANTS[variant](**group)
-
-
-__all__ = ["VARIANTS", "Context", "MultiHead", "options"]
+__all__ = ["VARIANTS", "Context"]

@@ -28,7 +28,8 @@ class DecoderOptions:
       d_model: D.
       num_heads: N.
       head_width: H; None stands for D / N.
-      layers: options of the attention of each layer, cycled over the depth.
+      pattern: names of the attention of each layer, cycled over the depth.
+      layers: their options, one for each name.
       mlp: "gelu", "swiglu" or "none" (attention only).
       d_ff: F.
       tied_head: whether the output head is the embedding transposed.
@@ -43,6 +44,7 @@ class DecoderOptions:
     num_layers: int
     d_model: int
     num_heads: int
+    pattern: tuple
     layers: tuple
     head_width: int | None = None
     mlp: str = "gelu"
@@ -76,10 +78,16 @@ class DecoderOptions:
             )
         if self.head_width is not None and self.head_width < 1:
             raise ValueError(f"model.head_width must be at least 1, got {self.head_width}")
-        if not self.layers:
-            raise ValueError("model.pattern must name at least one attention group, got ()")
-        for layer in self.layers:
-            layer.check(self.context())
+        if not self.pattern or len(self.pattern) != len(self.layers):
+            raise ValueError(
+                f"model.pattern must name at least one attention group, got {self.pattern} for "
+                f"{len(self.layers)} layers"
+            )
+        for name, layer in zip(self.pattern, self.layers, strict=True):
+            try:
+                layer.check(self.context())
+            except ValueError as error:
+                raise ValueError(f"attention.{name}: {error}") from None
 
     def context(self) -> Context:
         """What the attention layers are told."""

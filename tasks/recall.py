@@ -147,4 +147,6 @@ def _distinct(key: jax.Array, batch_size: int, among: int, count: int) -> jax.Ar
 
     nothing_BP = jnp.full((batch_size, count), -1, jnp.int32)
     chosen_BP = jax.lax.fori_loop(0, count, choose, nothing_BP)
-    return jax.random.permutation(order_key, chosen_BP, axis=1, independent=True)
+    # Floyd's set is uniform, its order is not.
+    order_BP = jax.lax.top_k(jax.random.uniform(order_key, chosen_BP.shape, jnp.float32), count)[1]
+    return jnp.take_along_axis(chosen_BP, order_BP, axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar, Protocol, Self
 
 import jax
@@ -63,9 +64,14 @@ def next_token_batch(sequence_BU: jax.Array, weights_BT: jax.Array) -> Batch:
     return Batch(sequence_BU[:, :-1], sequence_BU[:, 1:], weights_BT.astype(jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def draw_one(task: Task, key: jax.Array) -> Batch:
+    return task.sample(key, 1)
+
+
 def describe(task: Task, what: str, seed: int) -> str:
     """The text of ``task.describe``; ``what`` says in words what is drawn."""
-    example = task.sample(jax.random.key(seed), 1)
+    example = draw_one(task, jax.random.key(seed))
     repeats = expected_overlap(task.space, _TRAINING_ROWS)
     return (
         f"{task.name}: {what}\n"

@@ -51,10 +51,10 @@ class Result:
 
     out: np.ndarray
     lse: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-    dsink: np.ndarray
+    dq: np.ndarray | None = None
+    dk: np.ndarray | None = None
+    dv: np.ndarray | None = None
+    dsink: np.ndarray | None = None
 
 
 def visible_pairs(
@@ -73,7 +73,10 @@ def visible_pairs(
     visible = np.zeros((B, T, S), bool)
     for b in range(B):
         for t in range(T):
-            for s in np.flatnonzero(sees(i[b, t], j[b]) & (j[b] >= 0)):
+            visible[b, t] = sees(i[b, t], j[b]) & (j[b] >= 0)
+            if q_segments is None and k_segments is None:
+                continue
+            for s in np.flatnonzero(visible[b, t]):
                 mine = None if q_segments is None else q_segments[b][t]
                 yours = None if k_segments is None else k_segments[b][s]
                 padding = mine == 0 or yours == 0

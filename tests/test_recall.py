@@ -80,7 +80,9 @@ def test_keys_and_values_are_not_bound_across_rows():
     tokens_BT = draw(task)[0]
     pairs = np.zeros((12, 12), int)
     np.add.at(pairs, (tokens_BT[:, 0:8:2], tokens_BT[:, 1:8:2]), 1)
-    assert np.abs(pairs[4:8, 8:] - ROWS).max() < 6 * np.sqrt(ROWS) and pairs.sum() == 4 * ROWS
+    assert (
+        np.abs(pairs[4:8, 8:] - ROWS / 4).max() < 6 * np.sqrt(ROWS / 4) and pairs.sum() == 4 * ROWS
+    )
 
 
 def test_plateau_is_what_guessing_a_listed_value_scores():
@@ -92,8 +94,9 @@ def test_plateau_is_what_guessing_a_listed_value_scores():
 
 
 def test_the_paper_sizes_build():
-    for length, pairs in ((64, 4), (128, 8), (256, 16), (512, 64)):
-        batch = Recall(8192, length, pairs).sample(jax.random.key(0), 1)
+    for length, pairs in ((64, 4), (512, 64)):
+        draw_one = jax.jit(functools.partial(Recall(8192, length, pairs).sample, batch_size=1))
+        batch = draw_one(jax.random.key(0))
         assert batch.weights_BT.sum() == pairs
 
 

@@ -1,0 +1,196 @@
+"""Flash attention on a TPU: which calls it takes, and its derivative.
+
+After FlashAttention-2 (arXiv:2307.08691): an online softmax over key tiles, and a backward pass
+that recomputes the scores from the log-sum-exp. Only the tiles of the mask's tile table are
+visited, so empty ones cost neither arithmetic nor memory traffic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from attention.masks import Full
+from attention.pallas import tpu_calls
+from attention.pallas.tpu_calls import Plan, Tile, choose_tile, folded_group
+from attention.pallas.tpu_kernels import Scores
+
+# Kinds of TPU on which the numbers were checked on the device itself, with the date of the check.
+CHECKED_DEVICES: dict[str, str] = {}
+
+WIDEST = 256
+MOST_ROWS = 1024
+# Row, column and kind of a visit take 12 of the 1 MB of scalar memory.
+MOST_VISITS = 65_536
+# Documents are positive or negative numbers, 0 is padding; these two equal nothing else.
+_Q_PADDING, _K_PADDING = -(2**31), -(2**31) + 1
+
+_interpreter: contextvars.ContextVar = contextvars.ContextVar("tpu_interpreter", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(parameters: pltpu.InterpretParams | None = None):
+    """Within it, the kernels run in the TPU interpreter on any machine: slow, for tests.
+
+    By default with race detection and two cores.
+    """
+    if parameters is None:
+        parameters = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+    token = _interpreter.set(parameters)
+    try:
+        yield
+    finally:
+        _interpreter.reset(token)
+
+
+def cannot(call) -> str | None:
+    """Why these kernels cannot run an ``attention.ops.Call``, or None."""
+    dtypes = {str(x.dtype) for x in (call.q_BTNH, call.k_BSKH, call.v_BSKE)}
+    T, N, H = call.q_BTNH.shape[1:]
+    S, K, E = call.v_BSKE.shape[1:]
+    if not dtypes <= {"float32", "bfloat16"}:
+        other = min(dtypes - {"float32", "bfloat16"})
+        return f"a TPU's matrix unit takes float32 and bfloat16, not {other}"
+    if call.dropout is not None:
+        return "dropout is not implemented in the kernels"
+    if call.q_index is not None or call.k_index is not None:
+        return "explicit indices: which tiles are empty must be known before tracing"
+    if max(H, E) > WIDEST:
+        return f"head widths up to {WIDEST} fit on the chip, these are {H} and {E}"
+    if N // K > 128:
+        return f"up to 128 query heads to a key-value head fit on the chip, these are {N // K}"
+    if 0 in (call.q_BTNH.size, call.k_BSKH.size, E):
+        return f"nothing to do for shapes {call.q_BTNH.shape} and {call.v_BSKE.shape}"
+    if jax.default_backend() != "tpu" and _interpreter.get() is None:
+        return f"it needs a TPU, this is a {jax.default_backend()}"
+    visits = plan(call).num_visits()
+    if visits > MOST_VISITS:
+        return f"its list of {visits} tiles is longer than scalar memory holds, {MOST_VISITS}"
+    return None
+
+
+def unwise(call) -> str | None:
+    """Why "auto" passes the kernels over, or None."""
+    kind = jax.devices()[0].device_kind
+    if kind in CHECKED_DEVICES:
+        return None
+    return f"its numbers have not been checked on this device ({kind})"
+
+
+def plan(call, forward: Tile | None = None, backward: Tile | None = None) -> Plan:
+    """Tiles and all else that is known of a call before tracing.
+
+    Args:
+      call: an ``attention.ops.Call``.
+      forward: tile of the forward kernel, default ``choose_tile``.
+      backward: tile of the backward kernels, likewise.
+    """
+    T, N, H = call.q_BTNH.shape[1:]
+    S, K, E = call.v_BSKE.shape[1:]
+    widest, item_size = max(H, E), max(call.k_BSKH.dtype.itemsize, call.v_BSKE.dtype.itemsize)
+    shape = T, S, folded_group(N // K), widest, item_size
+    return Plan(
+        Scores(call.mask, call.scale, S),
+        T,
+        N // K,
+        forward or choose_tile(*shape, backward=False),
+        backward or choose_tile(*shape, backward=True),
+        _interpreter.get(),
+    )
+
+
+def run(call) -> tuple[jax.Array, jax.Array]:
+    """(out_BTNE, lse_BNT) of an ``attention.ops.Call`` that ``cannot`` has nothing against.
+
+    bfloat16 weights enter the products with the values as bfloat16; all sums are float32.
+    """
+    return run_planned(call, plan(call))
+
+
+def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """``run`` with a plan of one's own."""
+    out_dtype = call.v_BSKE.dtype
+    dtype = jnp.result_type(call.q_BTNH, call.k_BSKH, call.v_BSKE)
+    q, k, v = (x.astype(dtype) for x in (call.q_BTNH, call.k_BSKH, call.v_BSKE))
+    N = q.shape[2]
+    sink_N = jnp.full(N, -jnp.inf) if call.sink_N is None else call.sink_N
+    tags = _tags(call.q_segments, call.k_segments, q.shape[:2], k.shape[:2])
+    # 0 · inf is NaN: what is hidden must not enter a product at all.
+    finite_BSK = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+    k, v = (jnp.where(finite_BSK[..., None], x, 0) for x in (k, v))
+    out, lse = _attention(plan, q, k, v, sink_N, tags)
+    sick_BTN = jax.lax.cond(
+        finite_BSK.all(),
+        lambda: jnp.zeros(q.shape[:3], bool),
+        lambda: _sees(plan, ~finite_BSK, q.shape[1], tags),
+    )
+    out = jnp.where(sick_BTN[..., None], jnp.nan, out)
+    return out.astype(out_dtype), lse
+
+
+def _tags(q_segments, k_segments, q_shape, k_shape) -> tuple[jax.Array, jax.Array] | None:
+    """Numbers per query and key that are equal where the segments let them meet."""
+    if q_segments is None and k_segments is None:
+        return None
+    q_tags = jnp.zeros(q_shape, jnp.int32) if q_segments is None else q_segments.astype(jnp.int32)
+    k_tags = jnp.zeros(k_shape, jnp.int32) if k_segments is None else k_segments.astype(jnp.int32)
+    if q_segments is not None:
+        visible = q_tags if k_segments is not None else 0
+        q_tags = jnp.where(q_tags == 0, _Q_PADDING, visible)
+    if k_segments is not None:
+        visible = k_tags if q_segments is not None else 0
+        k_tags = jnp.where(k_tags == 0, _K_PADDING, visible)
+    return q_tags, k_tags
+
+
+def _sees(plan: Plan, marked_BSK: jax.Array, num_queries: int, tags) -> jax.Array:
+    """(B, T, N): which queries see a marked key, as the sign of their mean over the marks."""
+    B, S, K = marked_BSK.shape
+    q_BTK1 = jnp.zeros((B, num_queries, K, 1))
+    k_BSK1 = jnp.zeros((B, S, K, 1))
+    none_K = jnp.full(K, -jnp.inf)
+    alone = Plan(
+        plan.scores, plan.num_queries, 1, plan.forward, plan.backward, plan.interpret
+    )
+    share, _ = tpu_calls.forward(
+        alone, q_BTK1, k_BSK1, marked_BSK[..., None].astype(jnp.float32), none_K, tags
+    )
+    return jnp.repeat(share[..., 0] > 0, plan.group, axis=2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags):
+    return tpu_calls.forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)
+
+
+def _attention_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags):
+    out_BTNE, lse_BNT = tpu_calls.forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)
+    saved = q_BTNH, k_BSKH, v_BSKE, sink_N, tags, out_BTNE, lse_BNT
+    return (out_BTNE, lse_BNT), saved
+
+
+def _attention_backward(plan: Plan, saved, cotangents):
+    q_BTNH, k_BSKH, v_BSKE, sink_N, tags, out_BTNE, lse_BNT = saved
+    do_BTNE, dlse_BNT = cotangents
+    # A row without a key passes nothing on, whatever it holds: exp(s − inf) = 0, and 0 · 0.
+    seen_BNT = lse_BNT != -jnp.inf
+    seen_BTN1 = seen_BNT.transpose(0, 2, 1)[..., None]
+    q_BTNH = jnp.where(seen_BTN1, q_BTNH, 0)
+    do_BTNE = jnp.where(seen_BTN1, do_BTNE, 0)
+    lse_BNT = jnp.where(seen_BNT, lse_BNT, jnp.inf)
+    products = do_BTNE.astype(jnp.float32) * out_BTNE.astype(jnp.float32)
+    centre_BNT = products.sum(-1).transpose(0, 2, 1) - jnp.where(seen_BNT, dlse_BNT, 0)
+    dq, dk, dv = tpu_calls.backward(
+        plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, lse_BNT, centre_BNT, tags
+    )
+    p_sink_BNT = jnp.exp(sink_N.astype(jnp.float32)[None, :, None] - lse_BNT)
+    dsink_N = -(p_sink_BNT * centre_BNT).sum((0, 2)).astype(sink_N.dtype)
+    return dq, dk, dv, dsink_N, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)

@@ -1,0 +1,1 @@
+"""Configurations: ``base.py`` has every option once, the others are diffs from it."""

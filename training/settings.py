@@ -1,0 +1,184 @@
+"""From a config to checked, typed values: the boundary where a user's mistake is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from attention import VARIANTS
+from models.decoder import DecoderOptions
+from tasks import TASKS, Mixture, Task
+from training.objective import LOSS_ON, check_causal
+from training.optimizer import OptimizerOptions
+from training.typed import at_least, known, take, whole_number
+
+# Evaluated whatever the mixture: what a variant cannot do is part of the answer.
+ALWAYS_EVALUATED = ("copy", "induction")
+
+
+class OptionError(ValueError):
+    """A mistake in the options: one line with the option, its value and what would be right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """See ``configs/base.py``."""
+
+    steps: int
+    batch_size: int
+    loss_on: str
+    log_every: int
+    eval_every: int
+
+    def __post_init__(self):
+        at_least("train", self, 1, "steps", "batch_size", "log_every", "eval_every")
+        if self.loss_on not in LOSS_ON:
+            raise ValueError(f"train.loss_on must be one of {list(LOSS_ON)}, got {self.loss_on!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """See ``configs/base.py``."""
+
+    batches: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self):
+        at_least("eval", self, 1, "batches", "batch_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """See ``configs/base.py``."""
+
+    every: int
+    keep: int
+
+    def __post_init__(self):
+        at_least("checkpoint", self, 1, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a run is: what ``settings`` makes of a config.
+
+    Attributes:
+      init_seed, train_seed: of the parameters; of batches and dropout.
+      model: shape of the decoder.
+      task: what is trained on.
+      evaluated: the tasks that are evaluated, whatever the mixture.
+    """
+
+    init_seed: int
+    train_seed: int
+    model: DecoderOptions
+    task: Mixture
+    evaluated: tuple[Task, ...]
+    train: TrainOptions
+    optimizer: OptimizerOptions
+    eval: EvalOptions
+    checkpoint: CheckpointOptions
+
+
+def settings(config: Mapping) -> Settings:
+    """Checks a resolved config, a nest of plain dicts, and gives every part its type.
+
+    Raises:
+      OptionError: an unknown option, a wrong type, a value out of bounds, or options that do not
+        go together.
+    """
+    try:
+        return _settings(config)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def _settings(config: Mapping) -> Settings:
+    known("", config, "seed", "model", "attention", "task", "train", "optimizer", "eval",
+          "checkpoint")  # fmt: skip
+    seed = _seed("seed", config["seed"])
+    train, model = dict(config["train"]), dict(config["model"])
+    data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
+    task, evaluated = _tasks(config["task"])
+    result = Settings(
+        init_seed=seed if init_seed is None else _seed("model.init_seed", init_seed),
+        train_seed=seed if data_seed is None else _seed("train.data_seed", data_seed),
+        model=_model(model, config["attention"], task),
+        task=task,
+        evaluated=evaluated,
+        train=take(TrainOptions, "train", train),
+        optimizer=take(OptimizerOptions, "optimizer", config["optimizer"]),
+        eval=take(EvalOptions, "eval", config["eval"]),
+        checkpoint=take(CheckpointOptions, "checkpoint", config["checkpoint"]),
+    )
+    check_causal(
+        [result.model.layer(i) for i in range(result.model.num_layers)],
+        first_position=task.first_answer if result.train.loss_on == "answers" else 0,
+    )
+    return result
+
+
+def _seed(name: str, value) -> int:
+    if not 0 <= whole_number(name, value) < 2**32:
+        raise ValueError(f"{name} must be from 0 to {2**32 - 1}, got {value}")
+    return value
+
+
+def _tasks(group: Mapping) -> tuple[Mixture, tuple[Task, ...]]:
+    group = dict(group)
+    common = {name: group.pop(name) for name in ("vocab_size", "length")}
+    known("task", group, *TASKS)
+    tasks, shares = [], []
+    for name, options in group.items():
+        options = dict(options)
+        shares.append(options.pop("share"))
+        tasks.append(take(TASKS[name], f"task.{name}", {**common, **options}))
+    mixture = Mixture(tuple(tasks), tuple(shares))
+    evaluated = [
+        task
+        for task, share in zip(tasks, shares, strict=True)
+        if share > 0 or task.name in ALWAYS_EVALUATED
+    ]
+    return mixture, tuple(evaluated)
+
+
+def _model(group: dict, attention_groups: Mapping, task: Mixture) -> DecoderOptions:
+    pattern = group["pattern"]
+    group["pattern"] = pattern = (pattern,) if isinstance(pattern, str) else tuple(pattern)
+    for name in pattern:
+        if name not in attention_groups:
+            raise ValueError(
+                f"model.pattern names {name!r}; the attention groups are "
+                f"{', '.join(sorted(attention_groups))}"
+            )
+    width = 4 * whole_number("model.d_model", group["d_model"])
+    _derive(group, "d_ff", width, None if group["mlp"] != "none" else "model.mlp is 'none'")
+    learned = group["position"] == "learned"
+    _derive(
+        group, "max_length", task.length, None if learned else "model.position is not 'learned'"
+    )
+    layers = tuple(_layer(name, attention_groups[name]) for name in pattern)
+    return take(
+        DecoderOptions, "model", {**group, "vocab_size": task.vocab_size, "layers": layers}
+    )
+
+
+def _derive(group: dict, name: str, default: int, unused: str | None) -> None:
+    """Fills in an option that is unset; refuses one that is set and would not be read."""
+    if unused is None:
+        group[name] = default if group[name] is None else group[name]
+    elif group[name] is None:
+        group[name] = 0
+    else:
+        raise ValueError(f"model.{name} is set to {group[name]}, but {unused}; leave it unset")
+
+
+def _layer(name: str, group: Mapping):
+    group = dict(group)
+    variant = group.pop("variant", None)
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"attention.{name}.variant must be one of {', '.join(VARIANTS)}, got {variant!r}"
+        )
+    return take(VARIANTS[variant], f"attention.{name}", group)

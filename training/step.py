@@ -1,0 +1,100 @@
+"""The training step and the evaluation, as pure compiled functions."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from models import pure
+from models.decoder import Decoder
+from tasks import Mixture, Task, dropout_key, evaluation_key, init_key, train_key
+from training import optimizer as optimizers
+from training.metrics import Counts
+from training.objective import next_token_loss
+from training.settings import Settings
+from training.state import TrainState
+
+
+def init_state(settings: Settings) -> TrainState:
+    """The state before the first step; a pure function of the seeds."""
+    model = Decoder(settings.model, nnx.Rngs(init_key(settings.init_seed)))
+    _, params = pure.split(model)
+    transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=transformation.init(params),
+        key=dropout_key(settings.train_seed),
+    )
+
+
+def graph_of(settings: Settings) -> nnx.GraphDef:
+    """Structure of the model, without allocating its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(settings.model, nnx.Rngs(0))))[0]
+
+
+def make_interval(settings: Settings):
+    """``interval(state, until) → (state, history)``: the steps up to ``until``, at most log_every.
+
+    One program serves every interval, the shorter ones too: the loop has a fixed length and the
+    steps past ``until`` are skipped. The state is donated. ``history`` holds ``loss`` (nats) and
+    ``gradient_norm`` of each step in turn, NaN-free where a step was skipped (0).
+    """
+    graph, task = graph_of(settings), settings.task
+    transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
+
+    def step(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        batch = task.sample(train_key(settings.train_seed, state.step), settings.train.batch_size)
+
+        def loss_of(params):
+            model = pure.merge(graph, params)
+            key = jax.random.fold_in(state.key, state.step)
+            return next_token_loss(model, batch, settings.train.loss_on, key)
+
+        loss, gradients = jax.value_and_grad(loss_of)(state.params)
+        updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(state.step + 1, params, opt_state, state.key)
+        return new, {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+
+    def skip(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        return state, {"loss": jnp.float32(0), "gradient_norm": jnp.float32(0)}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def interval(state: TrainState, until: jax.Array):
+        return jax.lax.scan(
+            lambda state, _: jax.lax.cond(state.step < until, step, skip, state),
+            state,
+            length=settings.train.log_every,
+        )
+
+    return interval
+
+
+def make_evaluation(settings: Settings):
+    """``evaluate(params) → {task name: Counts}`` on the fixed evaluation stream of every task."""
+    graph = graph_of(settings)
+
+    @jax.jit
+    def evaluate(params) -> dict[str, Counts]:
+        model = pure.merge(graph, params)
+        return {task.name: count_task(model, task, settings) for task in settings.evaluated}
+
+    return evaluate
+
+
+def count_task(model: Decoder, task: Task | Mixture, settings: Settings) -> Counts:
+    """Teacher-forced counts over the evaluation batches of one task."""
+
+    def one(total: Counts, index: jax.Array) -> tuple[Counts, None]:
+        key = evaluation_key(settings.eval.seed, index)
+        batch = task.sample(key, settings.eval.batch_size)
+        logits_BTV, _ = model(batch.tokens_BT)
+        return total + Counts.of(logits_BTV, batch), None
+
+    zero = Counts(jnp.float32(0), *(jnp.int32(0) for _ in range(4)))
+    return jax.lax.scan(one, zero, jnp.arange(settings.eval.batches))[0]
