@@ -5,18 +5,16 @@ key tile the scores of its non-empty query tiles once more, from the kept row st
 yields dq, dk and dv in one pass (FlashAttention-2, Dao 2023, arXiv 2307.08691). The loops run over
 the lists of the tile table, so neither the program nor its compile time grows with the length.
 
-Arrays are cut into tiles head by head, since XLA's CPU products are three times as fast on
-contiguous two-dimensional operands. The G query heads that share a key-value head lie in one query
-tile under each other, its rows, so keys and values are never repeated. Letters beyond those of the
-package: Z = B · K pairs of batch entry and key-value head, I query tiles, J key tiles, Y = G ·
-q_tile rows of a query tile, X = k_tile keys of a key tile.
+Every product is one of two contiguous matrices, since XLA's CPU products are three times as fast
+on those as on batched einsums. The G query heads that share a key-value head are rows of one query
+tile, so keys and values are never repeated. Letters beyond those of the package: Y = q_tile · G
+rows of a query tile, X = k_tile keys of a key tile, I query tiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +22,17 @@ import numpy as np
 from jax import lax
 
 from attention.masks import Mask
-from attention.tile_table import TileTable, tile_table
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-
-# Below this many scores the dense form is faster: a tile costs about 0.1 ms of dispatch.
-CROSSOVER_SCORES = 1 << 22
+from attention.tile_table import TileList, TileTable, tile_table
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is known before tracing: shapes, mask, tiles. Hashable."""
+    """What is known before tracing.
+
+    Attributes:
+      groups: G, the query heads of a key-value head.
+      masks_all: segments are data, so no tile is known to be full.
+    """
 
     mask: Mask
     scale: float
@@ -43,167 +41,176 @@ class _Plan:
     num_keys: int
     q_tile: int
     k_tile: int
-    masks_all: bool  # segments are data: no tile can be known to be full
+    masks_all: bool
 
     @property
     def table(self) -> TileTable:
         return tile_table(self.mask, self.num_queries, self.num_keys, self.q_tile, self.k_tile)
 
     @property
+    def rows(self) -> int:
+        return self.q_tile * self.groups
+
+    @property
     def direction(self) -> float:
-        """Multiplies the queries: exact in any precision, and leaves ``size`` positive."""
+        """scale = direction · size; −1, 0 or 1 multiplies queries exactly in any precision."""
         return float(np.sign(self.scale))
 
     @property
     def size(self) -> float:
-        """scale = direction · size, and size > 0, so the largest product is the largest score."""
-        return abs(self.scale) if self.scale else 1.0
+        """Positive, so that the largest product of a row is also its largest score."""
+        return abs(self.scale) or 1.0
 
-    def entries(self, tile_list):
-        """Bounds (row → first, last) of the full and of the masked entries of a tile list."""
-        start, full_end = jnp.asarray(tile_list.start), jnp.asarray(tile_list.full_end)
-        if self.masks_all:
-            full_end = start[:-1]
-        has_full = not self.masks_all and bool((tile_list.full_end > tile_list.start[:-1]).any())
-        has_partial = self.masks_all or bool((tile_list.full_end < tile_list.start[1:]).any())
-        return (
-            (False, has_full, start, full_end),
-            (True, has_partial, full_end, start[1:]),
-        )
-
-    def over_entries(self, tile_list, row, step, carry):
-        """Runs carry = step(column, carry, masked=…) over the entries of a row."""
-        column = jnp.asarray(tile_list.column)
-        for masked, occurs, first, last in self.entries(tile_list):
+    def over_entries(self, tiles: TileList, row, step, carry):
+        """carry = step(column, carry, masked) over the entries of a row, FULL ones unmasked."""
+        first, end, column = map(jnp.asarray, (tiles.start[:-1], tiles.start[1:], tiles.column))
+        split = first if self.masks_all else jnp.asarray(tiles.full_end)
+        full = np.any(tiles.full_end > tiles.start[:-1]) and not self.masks_all
+        partial = np.any(tiles.full_end < tiles.start[1:]) or self.masks_all
+        for occurs, masked, lo, hi in ((full, False, first, split), (partial, True, split, end)):
             if occurs:
                 carry = lax.fori_loop(
-                    first[row],
-                    last[row],
+                    lo[row],
+                    hi[row],
                     lambda entry, carry, masked=masked: step(column[entry], carry, masked),
                     carry,
                 )
         return carry
 
 
-def _q_tiles(plan: _Plan, x_BTNx: jax.Array) -> jax.Array:
-    """(B, T, N, …) → (Z, I, Y, …), zeros past the end."""
-    B, T, N, *rest = x_BTNx.shape
-    G, I, tile = plan.groups, -(-T // plan.q_tile), plan.q_tile
-    x = jnp.pad(x_BTNx, ((0, 0), (0, I * tile - T), (0, 0), *((0, 0) for _ in rest)))
-    x = x.reshape(B, I, tile, N // G, G, *rest)
-    x = x.transpose(0, 3, 1, 4, 2, *range(5, x.ndim))
-    return x.reshape(B * (N // G), I, G * tile, *rest)
-
-
-def _from_q_tiles(plan: _Plan, x_ZIYx: jax.Array, B: int) -> jax.Array:
-    """(Z, I, Y, …) → (B, T, N, …)."""
-    Z, I, _, *rest = x_ZIYx.shape
-    G, tile, T = plan.groups, plan.q_tile, plan.num_queries
-    x = x_ZIYx.reshape(B, Z // B, I, G, tile, *rest)
-    x = x.transpose(0, 2, 4, 1, 3, *range(5, x.ndim))
-    return x.reshape(B, I * tile, Z // B * G, *rest)[:, :T]
-
-
-def _k_tiles(plan: _Plan, x_BSKx: jax.Array) -> jax.Array:
-    """(B, S, K, …) → (Z, J, X, …), zeros past the end."""
-    B, S, K, *rest = x_BSKx.shape
-    J, tile = -(-S // plan.k_tile), plan.k_tile
-    x = jnp.pad(x_BSKx, ((0, 0), (0, J * tile - S), (0, 0), *((0, 0) for _ in rest)))
-    x = x.reshape(B, J, tile, K, *rest)
-    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(B * K, J, tile, *rest)
-
-
-def _from_k_tiles(plan: _Plan, x_ZJXx: jax.Array, B: int) -> jax.Array:
-    """(Z, J, X, …) → (B, S, K, …)."""
-    Z, J, tile, *rest = x_ZJXx.shape
-    x = x_ZJXx.reshape(B, Z // B, J, tile, *rest)
-    x = x.transpose(0, 2, 3, 1, *range(4, x.ndim))
-    return x.reshape(B, J * tile, Z // B, *rest)[:, : plan.num_keys]
-
-
-def _at(array: jax.Array, *index) -> jax.Array:
-    for i in index:
-        array = lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
-    return array
-
-
-def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype) -> jax.Array:
-    contract = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, contract, preferred_element_type=dtype)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Allowed:
-    """Which pairs of a tile may meet: mask, end of the keys, segments."""
+class _Head:
+    """Batch entry b and key-value head h, whose tiles it cuts out of whole arrays.
+
+    What an inner loop reads again and again comes from ``_tiles``, where a tile is one contiguous
+    block; what is read or written once comes straight from the caller's layout.
+    """
 
     plan: _Plan
-    q_segments_BIY: jax.Array | None
-    k_segments_BJX: jax.Array | None
+    b: jax.Array
+    h: jax.Array
 
-    @classmethod
-    def of(cls, plan: _Plan, q_segments_BT, k_segments_BS) -> _Allowed:
-        q_segments, k_segments = q_segments_BT, k_segments_BS
-        if q_segments is not None:
-            rows_BTG = jnp.repeat(q_segments[:, :, None], plan.groups, axis=2)
-            q_segments = _q_tiles(plan, rows_BTG)
-        if k_segments is not None:
-            k_segments = _k_tiles(plan, k_segments[:, :, None])
-        return cls(plan, q_segments, k_segments)
+    def tile(self, x_BKIYx: jax.Array, i) -> jax.Array:
+        """(Y, …): tile i of an array made by ``_tiles``."""
+        corner = self.b, self.h, i, *(0,) * (x_BKIYx.ndim - 3)
+        return lax.dynamic_slice(x_BKIYx, corner, (1, 1, 1, *x_BKIYx.shape[3:]))[0, 0, 0]
 
-    def __call__(self, b, i, j, q_axis: int) -> jax.Array:
-        """(Y, X) booleans for q_axis 0, (X, Y) for q_axis 1."""
-        plan, table = self.plan, self.plan.table
-        row_Y = np.tile(np.arange(plan.q_tile, dtype=np.int32), plan.groups)
-        q_index = jnp.expand_dims(jnp.asarray(row_Y) + (table.offset + i * plan.q_tile), 1 - q_axis)
-        key_X = jnp.arange(plan.k_tile, dtype=jnp.int32) + j * plan.k_tile
-        k_index = jnp.expand_dims(key_X, q_axis)
+    def rows(self, x_BTNx: jax.Array, i) -> jax.Array:
+        """(Y, …), the rows of query tile i: its positions, and within each the G heads."""
+        return self._cut(x_BTNx, i, self.plan.q_tile, self.plan.groups)
+
+    def keys(self, x_BSKx: jax.Array, j) -> jax.Array:
+        """(X, …), the keys of key tile j."""
+        return self._cut(x_BSKx, j, self.plan.k_tile, 1)
+
+    def with_rows(self, x_BTNx: jax.Array, i, rows: jax.Array) -> jax.Array:
+        return self._put(x_BTNx, i, rows, self.plan.q_tile, self.plan.groups)
+
+    def with_keys(self, x_BSKx: jax.Array, j, keys: jax.Array) -> jax.Array:
+        return self._put(x_BSKx, j, keys, self.plan.k_tile, 1)
+
+    def _cut(self, x, i, tile, heads):
+        corner = self.b, i * tile, self.h * heads, *(0,) * (x.ndim - 3)
+        cut = lax.dynamic_slice(x, corner, (1, tile, heads, *x.shape[3:]))
+        return cut.reshape(tile * heads, *x.shape[3:])
+
+    def _put(self, x, i, values, tile, heads):
+        corner = self.b, i * tile, self.h * heads, *(0,) * (x.ndim - 3)
+        values = values.astype(x.dtype).reshape(1, tile, heads, *x.shape[3:])
+        return lax.dynamic_update_slice(x, values, corner)
+
+    def allowed(self, segments: _Segments, i, j, q_axis: int) -> jax.Array:
+        """Which pairs of tile (i, j) may meet: (Y, X) for q_axis 0, (X, Y) for q_axis 1."""
+        plan = self.plan
+        row_Y = np.repeat(np.arange(plan.q_tile, dtype=np.int32), plan.groups)
+        q_index = jnp.asarray(row_Y) + (i * plan.q_tile + plan.table.offset)
+        k_index = jnp.arange(plan.k_tile, dtype=jnp.int32) + j * plan.k_tile
+        q_index, k_index = jnp.expand_dims(q_index, 1 - q_axis), jnp.expand_dims(k_index, q_axis)
         allowed = plan.mask(q_index, k_index)
         if plan.num_keys % plan.k_tile:
             allowed = allowed & (k_index < plan.num_keys)
         q_segment = k_segment = None
-        if self.q_segments_BIY is not None:
-            q_segment = jnp.expand_dims(_at(self.q_segments_BIY, b, i), 1 - q_axis)
+        if segments.q_BT is not None:
+            q_segment = lax.dynamic_slice(
+                segments.q_BT, (self.b, i * plan.q_tile), (1, plan.q_tile)
+            )
+            q_segment = jnp.expand_dims(jnp.repeat(q_segment[0], plan.groups), 1 - q_axis)
             allowed = allowed & (q_segment != 0)
-        if self.k_segments_BJX is not None:
-            k_segment = jnp.expand_dims(_at(self.k_segments_BJX, b, j), q_axis)
+        if segments.k_BS is not None:
+            k_segment = lax.dynamic_slice(
+                segments.k_BS, (self.b, j * plan.k_tile), (1, plan.k_tile)
+            )
+            k_segment = jnp.expand_dims(k_segment[0], q_axis)
             allowed = allowed & (k_segment != 0)
         if q_segment is not None and k_segment is not None:
             allowed = allowed & (q_segment == k_segment)
         return allowed
 
 
-def _operand_dtypes(q, k, v):
-    """Dtype of the products' operands and of the sums. Only bfloat16 products are faster."""
+@dataclasses.dataclass(frozen=True)
+class _Segments:
+    q_BT: jax.Array | None
+    k_BS: jax.Array | None
+
+
+def _padded(x, tile: int):
+    """Zeros after the end of axis 1, up to a whole number of tiles; no copy where none is due."""
+    short = -x.shape[1] % tile
+    return jnp.pad(x, ((0, 0), (0, short), *((0, 0),) * (x.ndim - 2))) if short else x
+
+
+def _tiles(x_BLNx: jax.Array, tile: int, heads: int = 1) -> jax.Array:
+    """(B, length, N, …) → (B, N/heads, tiles, tile · heads, …): every tile one contiguous block."""
+    B, length, N, *rest = x_BLNx.shape
+    x = x_BLNx.reshape(B, length // tile, tile, N // heads, heads, *rest)
+    x = x.transpose(0, 3, 1, 2, 4, *range(5, x.ndim))
+    return x.reshape(B, N // heads, length // tile, tile * heads, *rest)
+
+
+def _dot(a, b, a_axis: int, b_axis: int, dtype):
+    contract = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, contract, preferred_element_type=dtype)
+
+
+def _dtypes(q, k, v):
+    """Of the operands of products and of sums. Only bfloat16 products beat float32 on a CPU."""
     common = jnp.result_type(q, k, v)
     wide = jnp.promote_types(jnp.float32, common)
     return (common if common == jnp.bfloat16 else wide), wide
 
 
-def _finite(k_BSKH, v_BSKE):
-    return jnp.isfinite(k_BSKH).all(-1) & jnp.isfinite(v_BSKE).all(-1)
+def _inputs(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
+    """Padded inputs, and finite_BSK: whether a key and its value are usable."""
+    q, k, v = _padded(q_BTNH, plan.q_tile), _padded(k_BSKH, plan.k_tile), _padded(v_BSKE, plan.k_tile)
+    segments = _Segments(
+        None if q_segments is None else _padded(q_segments, plan.q_tile),
+        None if k_segments is None else _padded(k_segments, plan.k_tile),
+    )
+    return q, k, v, segments, jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
 
 
-def _sees_sick(plan: _Plan, allowed: _Allowed, finite_BSK: jax.Array) -> jax.Array:
-    """(B, T, N): the rows that see a key or value that is not finite; free while there is none."""
+def _sees_sick(plan: _Plan, segments, finite_BSK, sick_BTN):
+    """Marks the rows that see a key or value that is not finite; free while there is none."""
     B, _, K = finite_BSK.shape
-    table = plan.table.by_query
-    shape = B * K, table.num_rows, plan.groups * plan.q_tile
+    tiles = plan.table.by_query
 
-    def search(sick_ZJX):
-        def row(n):
-            z, i = n // table.num_rows, n % table.num_rows
+    def row(n, sick_BTN):
+        z, i = n // tiles.num_rows, n % tiles.num_rows
+        head = _Head(plan, z // K, z % K)
 
-            def step(j, seen_Y, masked):
-                pairs = allowed(z // K, i, j, q_axis=0) & _at(sick_ZJX, z, j)[None]
-                return seen_Y | pairs.any(1)
+        def step(j, seen_Y, masked):
+            pairs = head.allowed(segments, i, j, q_axis=0)
+            return seen_Y | (pairs & ~head.keys(finite_BSK, j)[None]).any(1)
 
-            return plan.over_entries(table, i, step, jnp.zeros(shape[2:], bool))
+        seen_Y = plan.over_entries(tiles, i, step, jnp.zeros(plan.rows, bool))
+        return head.with_rows(sick_BTN, i, seen_Y)
 
-        return lax.map(row, jnp.arange(B * K * table.num_rows)).reshape(shape)
-
-    sick_ZJX = _k_tiles(plan, ~finite_BSK)
-    seen = lax.cond(finite_BSK.all(), lambda _: jnp.zeros(shape, bool), search, sick_ZJX)
-    return _from_q_tiles(plan, seen, B)
+    return lax.cond(
+        finite_BSK.all(),
+        lambda sick_BTN: sick_BTN,
+        lambda sick_BTN: lax.fori_loop(0, B * K * tiles.num_rows, row, sick_BTN),
+        sick_BTN,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -212,135 +219,131 @@ def _attend(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments)
 
 
 def _forward(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
-    B, _, K, E = v_BSKE.shape
-    table = plan.table.by_query
-    dtype, wide = _operand_dtypes(q_BTNH, k_BSKH, v_BSKE)
-    allowed = _Allowed.of(plan, q_segments, k_segments)
-    finite_BSK = _finite(k_BSKH, v_BSKE)
-    q = _q_tiles(plan, q_BTNH.astype(dtype) * plan.direction)
-    k = _k_tiles(plan, jnp.where(finite_BSK[..., None], k_BSKH, 0).astype(dtype))
-    v = _k_tiles(plan, jnp.where(finite_BSK[..., None], v_BSKE, 0).astype(dtype))
-    Y = q.shape[2]
+    arguments = q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments
+    dtype, wide = _dtypes(q_BTNH, k_BSKH, v_BSKE)
+    q, k, v, segments, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
+    (B, padded_T, N), (K, E) = q.shape[:3], v.shape[2:]
+    k, v = (
+        _tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
+    )
+    tiles = plan.table.by_query
+    Y = plan.rows
 
-    def row(n):
-        z, i = n // table.num_rows, n % table.num_rows
-        q_YH = _at(q, z, i)
+    def row(n, carry):
+        z, i = n // tiles.num_rows, n % tiles.num_rows
+        head = _Head(plan, z // K, z % K)
+        q_YH = head.rows(q, i).astype(dtype) * plan.direction
 
         def step(j, carry, masked):
             top_Y, total_Y, sum_YE = carry
-            s_YX = _dot(q_YH, _at(k, z, j), 1, 1, wide)
+            s_YX = _dot(q_YH, head.tile(k, j), 1, 1, wide)
             if masked:
-                s_YX = jnp.where(allowed(z // K, i, j, q_axis=0), s_YX, -jnp.inf)
+                s_YX = jnp.where(head.allowed(segments, i, j, q_axis=0), s_YX, -jnp.inf)
             new_Y = jnp.maximum(top_Y, s_YX.max(1))
             base_Y = jnp.where(new_Y == -jnp.inf, 0, new_Y)
             p_YX = jnp.exp(plan.size * (s_YX - base_Y[:, None]))
             keep_Y = jnp.exp(plan.size * (top_Y - base_Y))
-            pv_YE = _dot(p_YX.astype(dtype), _at(v, z, j), 1, 0, wide)
-            return new_Y, total_Y * keep_Y + p_YX.sum(1), sum_YE * keep_Y[:, None] + pv_YE
+            sum_YE = sum_YE * keep_Y[:, None] + _dot(p_YX.astype(dtype), head.tile(v, j), 1, 0, wide)
+            return new_Y, total_Y * keep_Y + p_YX.sum(1), sum_YE
 
-        start = jnp.full(Y, -jnp.inf, wide), jnp.zeros(Y, wide), jnp.zeros((Y, E), wide)
-        top_Y, total_Y, sum_YE = plan.over_entries(table, i, step, start)
-        mean_YE = sum_YE / jnp.where(top_Y == -jnp.inf, 1, total_Y)[:, None]
-        return top_Y, total_Y, mean_YE
+        carry_Y = jnp.full(Y, -jnp.inf, wide), jnp.zeros(Y, wide), jnp.zeros((Y, E), wide)
+        top_Y, total_Y, sum_YE = plan.over_entries(tiles, i, step, carry_Y)
+        empty_Y = top_Y == -jnp.inf
+        base_Y = jnp.where(empty_Y, 0, top_Y)
+        total_Y = jnp.where(empty_Y, 1, total_Y)
+        lse_Y = plan.size * base_Y + jnp.log(total_Y)
+        share_Y = jnp.where(empty_Y, 0, 1 / total_Y)
+        if sink_N is not None:
+            sink_G = lax.dynamic_slice(sink_N, (head.h * plan.groups,), (plan.groups,))
+            with_sink_Y = jnp.logaddexp(lse_Y, jnp.tile(sink_G.astype(wide), plan.q_tile))
+            share_Y, lse_Y = share_Y * jnp.exp(lse_Y - with_sink_Y), with_sink_Y
+        rows = sum_YE * share_Y[:, None], jnp.where(empty_Y, -jnp.inf, lse_Y), base_Y, share_Y
+        return tuple(head.with_rows(x, i, y) for x, y in zip(carry, rows, strict=True))
 
-    rows = lax.map(row, jnp.arange(B * K * table.num_rows, dtype=jnp.int32))
-    top, total, mean = (
-        _from_q_tiles(plan, x.reshape(B * K, table.num_rows, *x.shape[1:]), B) for x in rows
-    )
-    empty_BTN = top == -jnp.inf
-    base_BTN = jnp.where(empty_BTN, 0, top)
-    lse_BTN = plan.size * base_BTN + jnp.log(jnp.where(empty_BTN, 1, total))
-    share_BTN = jnp.where(empty_BTN, 0, 1 / total)
-    if sink_N is not None:
-        without_BTN = lse_BTN
-        lse_BTN = jnp.logaddexp(lse_BTN, sink_N.astype(wide)[None, None])
-        kept_BTN = jnp.exp(without_BTN - lse_BTN)
-        mean, share_BTN = mean * kept_BTN[..., None], share_BTN * kept_BTN
-    sick_BTN = _sees_sick(plan, allowed, finite_BSK)
-    out_BTNE = jnp.where(sick_BTN[..., None], jnp.nan, mean).astype(v_BSKE.dtype)
-    lse_BTN = jnp.where(empty_BTN, -jnp.inf, lse_BTN)
-    outputs = out_BTNE, lse_BTN.swapaxes(1, 2)
-    statistics = base_BTN, share_BTN, empty_BTN, empty_BTN | sick_BTN
-    inputs = q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments
-    return outputs, (inputs, outputs, statistics)
+    statistic_BTN = jnp.zeros((B, padded_T, N), wide)
+    start = jnp.zeros((B, padded_T, N, E), v_BSKE.dtype), *(statistic_BTN,) * 3
+    out_BTNE, lse_BTN, base_BTN, share_BTN = lax.fori_loop(0, B * K * tiles.num_rows, row, start)
+    sick_BTN = _sees_sick(plan, segments, finite_BSK, jnp.zeros((B, padded_T, N), bool))
+    out_BTNE = jnp.where(sick_BTN[..., None], jnp.nan, out_BTNE)[:, : plan.num_queries]
+    outputs = out_BTNE, lse_BTN[:, : plan.num_queries].swapaxes(1, 2)
+    return outputs, (arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, sick_BTN)
 
 
 def _backward(plan: _Plan, kept, cotangents):
-    (q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments), (out_BTNE, lse_BNT), statistics = kept
-    base_BTN, share_BTN, empty_BTN, mute_BTN = statistics
-    B, _, K, E = v_BSKE.shape
-    H = q_BTNH.shape[-1]
-    table = plan.table.by_key
-    dtype, wide = _operand_dtypes(q_BTNH, k_BSKH, v_BSKE)
-    allowed = _Allowed.of(plan, q_segments, k_segments)
-    finite_BSK1 = _finite(k_BSKH, v_BSKE)[..., None]
+    arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, sick_BTN = kept
+    sink_N = arguments[3]
+    dtype, wide = _dtypes(*arguments[:3])
+    q, k, v, segments, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
+    (B, padded_T, N, H), (K, E) = q.shape, v.shape[2:]
+    tiles, num_q_tiles = plan.table.by_key, plan.table.by_query.num_rows
 
-    # Selecting the rows that pass no gradient keeps their 0 weights from meeting inf or NaN.
-    do_BTNE, dlse_BTN = cotangents[0], cotangents[1].swapaxes(1, 2).astype(wide)
-    do_BTNE = jnp.where(mute_BTN[..., None], 0, do_BTNE)
-    dlse_BTN = jnp.where(empty_BTN, 0, dlse_BTN)
-    out_BTNE = jnp.where(mute_BTN[..., None], 0, out_BTNE)
-    # ds = p · (dp − Σ_j p dp), and Σ_j p dp = do · out; the lse adds p · dlse.
-    pull_BTN = (do_BTNE.astype(wide) * out_BTNE.astype(wide)).sum(-1) - dlse_BTN
+    # Rows that pass no gradient are selected to 0, lest a 0 weight meets inf or NaN.
+    empty_BTN = lse_BTN == -jnp.inf
+    mute_BTN = empty_BTN | sick_BTN
+    do = _padded(cotangents[0], plan.q_tile)
+    out = _padded(out_BTNE, plan.q_tile)
+    dlse_BTN = _padded(cotangents[1].swapaxes(1, 2), plan.q_tile)
+    # ds = p · (dp − Σ_j p dp + dlse), and Σ_j p dp = do · out. With p = e · share, the share goes
+    # to do and to the sum, which are small, and e alone is as large as the tile.
+    pull_BTN = jnp.where(mute_BTN, 0, (do.astype(wide) * out.astype(wide)).sum(-1))
+    pull_BTN = pull_BTN - jnp.where(empty_BTN, 0, dlse_BTN)
+    do = jnp.where(mute_BTN[..., None], 0, do * share_BTN[..., None]).astype(dtype)
+    q_rows = jnp.where(empty_BTN[..., None], 0, q).astype(dtype) * plan.direction
+    q_rows, do, base, pull = (
+        _tiles(x, plan.q_tile, plan.groups) for x in (q_rows, do, base_BTN, pull_BTN * share_BTN)
+    )
 
-    q_BTNH = jnp.where(empty_BTN[..., None], 0, q_BTNH)
-    q = _q_tiles(plan, q_BTNH.astype(dtype) * plan.direction)
-    do = _q_tiles(plan, do_BTNE.astype(dtype))
-    base, share, pull = (_q_tiles(plan, x) for x in (base_BTN, share_BTN, pull_BTN))
-    k = _k_tiles(plan, jnp.where(finite_BSK1, k_BSKH, 0).astype(dtype))
-    v = _k_tiles(plan, jnp.where(finite_BSK1, v_BSKE, 0).astype(dtype))
-    # Scores lie keys first here: every product is then one of a contiguous left operand by rows.
-    k_T = k.swapaxes(2, 3)
-    I, Y = q.shape[1:3]
+    def one_head(z, carry):
+        head = _Head(plan, z // K, z % K)
 
-    def head(z):
-        def column(dq_IHY, j):
-            k_XH, v_XE, k_HX = _at(k, z, j), _at(v, z, j), _at(k_T, z, j)
+        def column(j, carry):
+            dq_IHY, dk, dv = carry
+            usable_X1 = head.keys(finite_BSK, j)[:, None]
+            k_XH = jnp.where(usable_X1, head.keys(k, j), 0).astype(dtype)
+            v_XE = jnp.where(usable_X1, head.keys(v, j), 0).astype(dtype)
+            k_HX = k_XH.T
 
+            # Scores lie keys first: no product needs a transposed left operand, which costs double.
             def step(i, carry, masked):
-                dk_XH, dv_XE, dq_IHY = carry
-                q_YH, do_YE = _at(q, z, i), _at(do, z, i)
+                dq_IHY, dk_XH, dv_XE = carry
+                q_YH, do_YE = head.tile(q_rows, i), head.tile(do, i)
                 s_XY = _dot(k_XH, q_YH, 1, 1, wide)
-                pairs = allowed(z // K, i, j, q_axis=1) if masked else None
                 if masked:
+                    pairs = head.allowed(segments, i, j, q_axis=1)
                     s_XY = jnp.where(pairs, s_XY, -jnp.inf)
-                p_XY = jnp.exp(plan.size * (s_XY - _at(base, z, i)[None])) * _at(share, z, i)[None]
-                dp_XY = _dot(v_XE, do_YE, 1, 1, wide)
-                ds_XY = p_XY * (dp_XY - _at(pull, z, i)[None])
+                e_XY = jnp.exp(plan.size * (s_XY - head.tile(base, i)[None]))
+                ds_XY = e_XY * (_dot(v_XE, do_YE, 1, 1, wide) - head.tile(pull, i)[None])
                 if masked:
                     ds_XY = jnp.where(pairs, ds_XY, 0)
                 ds_XY = ds_XY.astype(dtype)
-                dv_XE = dv_XE + _dot(p_XY.astype(dtype), do_YE, 1, 0, wide)
-                dk_XH = dk_XH + _dot(ds_XY, q_YH, 1, 0, wide)
-                dq_HY = _at(dq_IHY, i) + _dot(k_HX, ds_XY, 1, 0, wide)
-                dq_IHY = lax.dynamic_update_index_in_dim(dq_IHY, dq_HY, i, 0)
-                return dk_XH, dv_XE, dq_IHY
+                dq_HY = lax.dynamic_index_in_dim(dq_IHY, i, 0, keepdims=False)
+                dq_HY = dq_HY + _dot(k_HX, ds_XY, 1, 0, wide)
+                return (
+                    lax.dynamic_update_index_in_dim(dq_IHY, dq_HY, i, 0),
+                    dk_XH + _dot(ds_XY, q_YH, 1, 0, wide),
+                    dv_XE + _dot(e_XY.astype(dtype), do_YE, 1, 0, wide),
+                )
 
             zeros = jnp.zeros((plan.k_tile, H), wide), jnp.zeros((plan.k_tile, E), wide)
-            dk_XH, dv_XE, dq_IHY = plan.over_entries(table, j, step, (*zeros, dq_IHY))
-            return dq_IHY, (dk_XH, dv_XE)
+            dq_IHY, dk_XH, dv_XE = plan.over_entries(tiles, j, step, (dq_IHY, *zeros))
+            dk = head.with_keys(dk, j, jnp.where(usable_X1, dk_XH * plan.size, 0))
+            return dq_IHY, dk, head.with_keys(dv, j, jnp.where(usable_X1, dv_XE, 0))
 
-        columns = jnp.arange(table.num_rows, dtype=jnp.int32)
-        dq_IHY, (dk_JXH, dv_JXE) = lax.scan(column, jnp.zeros((I, H, Y), wide), columns)
-        return dq_IHY, dk_JXH, dv_JXE
+        dq, dk, dv = carry
+        dq_IHY = jnp.zeros((num_q_tiles, H, plan.rows), wide)
+        dq_IHY, dk, dv = lax.fori_loop(0, tiles.num_rows, column, (dq_IHY, dk, dv))
+        dq_TGH = (dq_IHY.swapaxes(1, 2) * plan.scale).reshape(padded_T, plan.groups, H)
+        corner = head.b, 0, head.h * plan.groups, 0
+        dq = lax.dynamic_update_slice(dq, dq_TGH[None].astype(dq.dtype), corner)
+        return dq, dk, dv
 
-    dq, dk, dv = lax.map(head, jnp.arange(B * K, dtype=jnp.int32))
-    dq_BTNH = _from_q_tiles(plan, dq.swapaxes(2, 3), B) * plan.scale
-    dk_BSKH = jnp.where(finite_BSK1, _from_k_tiles(plan, dk, B) * plan.size, 0)
-    dv_BSKE = jnp.where(finite_BSK1, _from_k_tiles(plan, dv, B), 0)
+    dq, dk, dv = lax.fori_loop(0, B * K, one_head, tuple(map(jnp.zeros_like, (q, k, v))))
     dsink_N = None
     if sink_N is not None:
-        weight_BTN = jnp.exp(sink_N.astype(wide)[None, None] - lse_BNT.swapaxes(1, 2))
-        weight_BTN = jnp.where(empty_BTN, 0, weight_BTN)
+        weight_BTN = jnp.where(empty_BTN, 0, jnp.exp(sink_N.astype(wide)[None, None] - lse_BTN))
         dsink_N = -(weight_BTN * pull_BTN).sum((0, 1)).astype(sink_N.dtype)
-    return (
-        dq_BTNH.astype(q_BTNH.dtype),
-        dk_BSKH.astype(k_BSKH.dtype),
-        dv_BSKE.astype(v_BSKE.dtype),
-        dsink_N,
-        None,
-        None,
-    )
+    T, S = plan.num_queries, plan.num_keys
+    return dq[:, :T], dk[:, :S], dv[:, :S], dsink_N, None, None
 
 
 _attend.defvjp(_forward, _backward)

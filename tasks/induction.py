@@ -94,6 +94,14 @@ class Induction:
     def at_length(self, length: int) -> Self:
         return dataclasses.replace(self, length=length)
 
+    def with_length(self, answers: int) -> Self:
+        """The task with blocks of answers + 1 symbols: as many tokens as a string copied has."""
+        check_integer("answers", answers)
+        period = answers + 1
+        return dataclasses.replace(
+            self, length=2 * answers + 1, min_period=period, max_period=period
+        )
+
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         period_key, symbol_key = jax.random.split(key)
         p_B1 = jax.random.randint(

@@ -8,7 +8,6 @@ A checkpoint is one orbax step folder with two items, committed together by one 
 
 from __future__ import annotations
 
-import logging as std_logging
 import math
 import re
 from pathlib import Path
@@ -22,6 +21,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from training import manifest
 from training.manifest import CheckpointError, DamagedError
+from training.quiet_orbax import quiet_orbax
 from training.state import TrainState
 
 __all__ = ["CheckpointError", "Checkpoints"]
@@ -217,27 +217,24 @@ class Checkpoints:
             policies.append(
                 BestN(get_metric_fn=best_fn, n=1, keep_checkpoints_without_metrics=False)
             )
-        manager = ocp.CheckpointManager(
+        quiet_orbax()
+        return ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 best_fn=best_fn,
                 preservation_policy=AnyPreservationPolicy(policies),
+                # A folder that cannot be made in the background leaves threads that wait five
+                # minutes for it and keep the process from ending.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
                 cleanup_tmp_directories=True,
             ),
         )
-        logging.get_absl_logger().addFilter(self._not_a_traceback_of_orbax)
-        return manager
 
     def _shut(self) -> None:
         """Ends the manager if there is one; the next save opens a new one."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
-            logging.get_absl_logger().removeFilter(self._not_a_traceback_of_orbax)
-
-    def _not_a_traceback_of_orbax(self, record: std_logging.LogRecord) -> bool:
-        """A failed save is raised as CheckpointError; orbax also logs it, four times over."""
-        return record.levelno < std_logging.ERROR or "/orbax/checkpoint/" not in record.pathname
 
     def _tracked(self, metrics: dict[str, float]) -> dict[str, float]:
         if self._best_metric is None or not metrics:
@@ -297,6 +294,7 @@ def _read(path: Path, template: TrainState) -> TrainState:
     manifest.check_fits(path, saved, leaves)
     arrays = manifest.host_target(leaves)
     stored = {name: array for name, array in arrays.items() if array.size}
+    quiet_orbax()
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
             arrays |= reader.restore(path / "state", args=ocp.args.StandardRestore(stored))

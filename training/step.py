@@ -94,7 +94,6 @@ def count_task(model: Decoder, task: Task | Mixture, settings: Settings) -> Coun
         key = evaluation_key(settings.eval.seed, index)
         batch = task.sample(key, settings.eval.batch_size)
         logits_BTV, _ = model(batch.tokens_BT)
-        return total + Counts.of(logits_BTV, batch), None
+        return total + Counts.of(logits_BTV, batch, task.chance), None
 
-    zero = Counts(jnp.float32(0), *(jnp.int32(0) for _ in range(4)))
-    return jax.lax.scan(one, zero, jnp.arange(settings.eval.batches))[0]
+    return jax.lax.scan(one, Counts.zero(), jnp.arange(settings.eval.batches))[0]

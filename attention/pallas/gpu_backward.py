@@ -21,7 +21,7 @@ from attention.pallas import gpu_plan
 from attention.pallas.gpu_plan import BLOCK, CONSUMERS, LOG2E, ROWS, Plan, filled
 
 # Columns of a tile: two score-sized accumulators must fit beside the gradients in registers.
-DQ_KEYS = 64
+DQ_KEYS = 128
 DKV_QUERIES = 64
 
 
@@ -41,7 +41,7 @@ class _Operands:
 
 
 def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
-    """p, and the accumulator of dp read after p is made, so that both products run meanwhile."""
+    """p = exp2(s · c − lse) and dp; both products run while p is made from the first."""
 
     def multiply(s_ref, dp_ref):
         plgpu.wgmma(s_ref, operands.s_left, operands.s_right.transpose((1, 0)))
@@ -49,8 +49,7 @@ def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
         scores = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
         if allowed is not None:
             scores = jnp.where(allowed(), scores, -jnp.inf)
-        p = jnp.exp2(scores * (plan.scale * LOG2E) - lse)
-        return p, dp_ref[...]
+        return jnp.exp2(scores * (plan.scale * LOG2E) - lse()), dp_ref[...]
 
     acc = plgpu.ACC(shape, jnp.float32)
     return pl.run_scoped(multiply, acc, acc)
@@ -142,7 +141,7 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
                 p, dp = _weights(
                     plan,
                     _Operands(own["q_smem"], k_smem, own["do_smem"], v_smem),
-                    gpu_plan.per_row(lse, shape),
+                    lambda: gpu_plan.per_row(lse, shape),
                     allowed if masked else None,
                     shape,
                 )
@@ -258,7 +257,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                 p, dp = _weights(
                     plan,
                     _Operands(k_smem, q_smem, v_smem, do_smem),
-                    number_per_column("lse_smem"),
+                    lambda: number_per_column("lse_smem"),
                     allowed if masked else None,
                     shape,
                 )

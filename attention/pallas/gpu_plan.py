@@ -56,9 +56,16 @@ class Plan:
 
     def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
         """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other."""
-        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=WGMMA)
-        q_index = iota(q_axis) + (q_start + (self.num_keys - self.num_queries))
-        k_index = iota(1 - q_axis) + k_start
+        starts = {q_axis: q_start + (self.num_keys - self.num_queries), 1 - q_axis: k_start}
+        indices = {}
+        for axis, first in starts.items():
+            iota = plgpu.broadcasted_iota(
+                jnp.int32, (shape[axis],), 0, layout=WGMMA.reduce(1 - axis)
+            )
+            # The barrier keeps the compiler from holding indices in registers between tiles.
+            index = lax.optimization_barrier(iota + first)
+            indices[axis] = lax.broadcast_in_dim(index, shape, [axis])
+        q_index, k_index = indices[q_axis], indices[1 - q_axis]
         allowed = self.mask(q_index, k_index)
         if self.num_keys % BLOCK:
             allowed = allowed & (k_index < self.num_keys)
@@ -112,18 +119,23 @@ def per_column(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(values, shape, [1])
 
 
+def product(a_ref, b_ref, shape: tuple[int, int]) -> jax.Array:
+    """a · b, both in shared memory, into registers."""
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, a_ref, b_ref)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
 def accumulate(plan: Plan, acc: jax.Array, a: jax.Array, b_ref, a_ref) -> jax.Array:
     """acc + a · b with ``a`` in registers; ``a_ref`` is where the interpreter's build puts it."""
     if not plan.interpret:
         return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b_ref))(plgpu.ACC.init(acc))
     a_ref[...] = a
     plgpu.commit_smem()
-
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, a_ref, b_ref)
-        return acc_ref[...]
-
-    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + product(a_ref, b_ref, acc.shape)
 
 
 def visit(step: Callable, start, full_end, end, carry):

@@ -1,0 +1,1 @@
+"""What is learned from trained models: curves, scores, costs and reports."""

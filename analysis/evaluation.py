@@ -1,0 +1,160 @@
+"""What a trained model can do: accuracy by length, inside the training range and beyond it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from models.decoder import Decoder
+from models.generate import generate
+from models.pure import merge, split
+from tasks import Task, evaluation_key
+from tasks.space import expected_overlap
+from training.metrics import Counts
+from training.settings import Settings
+
+# Sequence lengths as multiples of the training length.
+MULTIPLES = (0.25, 0.5, 1, 2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthResult:
+    """One row of the table of accuracy by length.
+
+    Attributes:
+      task: name.
+      length: tokens that the model reads.
+      inside: whether training has seen sequences of this length.
+      chance: accuracy of a guesser without memory.
+      accuracy, sequence_accuracy: teacher-forced; None where not possible.
+      generated_accuracy, generated_sequence_accuracy: by generation through the cache.
+      note: why a number is missing.
+    """
+
+    task: str
+    length: int
+    inside: bool
+    chance: float
+    accuracy: float | None = None
+    sequence_accuracy: float | None = None
+    generated_accuracy: float | None = None
+    generated_sequence_accuracy: float | None = None
+    note: str = ""
+
+
+def accuracy_by_length(model: Decoder, settings: Settings, sequences: int) -> list[LengthResult]:
+    """Both accuracies of every evaluated task at 1/4 to 4 times the training length."""
+    return [
+        _at_length(model, settings, task, int(multiple * settings.task.length), sequences)
+        for task in settings.evaluated
+        for multiple in MULTIPLES
+    ]
+
+
+def _at_length(
+    model: Decoder, settings: Settings, task: Task, length: int, sequences: int
+) -> LengthResult:
+    answers = (length - 1) // 2
+    length = 2 * answers + 1
+    row = LengthResult(task.name, length, length <= settings.task.length, task.chance)
+    if settings.model.position == "learned" and length > settings.model.max_length:
+        note = f"there are {settings.model.max_length} learned positions"
+        return dataclasses.replace(row, note=note)
+    key = evaluation_key(settings.eval.seed, 2**31 + length)
+    try:
+        batch = task.at_length(length).sample(key, sequences)
+    except ValueError as error:
+        return dataclasses.replace(row, note=str(error))
+    graph, params = split(model)
+    forced = _teacher_forced(graph, params, batch, task.chance).ratios()
+    row = dataclasses.replace(
+        row, accuracy=forced["accuracy"], sequence_accuracy=forced["sequence_accuracy"]
+    )
+    if not hasattr(task, "with_length"):
+        return dataclasses.replace(row, note="this task has no answer to generate")
+    fixed = task.with_length(answers)
+    batch = fixed.sample(key, sequences)
+    start = fixed.first_answer
+    tokens, _ = generate(model, batch.tokens_BT[:, : start + 1], answers)
+    right = np.asarray(tokens == batch.targets_BT[:, start:])
+    return dataclasses.replace(
+        row,
+        generated_accuracy=float(right.mean()),
+        generated_sequence_accuracy=float(right.all(-1).mean()),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _teacher_forced(graph, params, batch, chance) -> Counts:
+    model = merge(graph, params)
+    # One sequence batch at a time bounds the memory of the dense scores at the longest lengths.
+    rows = batch.tokens_BT.shape[0]
+    pieces = jax.tree.map(lambda x: x.reshape(-1, min(rows, 32), *x.shape[1:]), batch)
+
+    def one(piece) -> Counts:
+        logits_BTV, _ = model(piece.tokens_BT)
+        return Counts.of(logits_BTV, piece, chance)
+
+    return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, pieces))
+
+
+def parameters_by_part(params: dict) -> dict[str, int]:
+    """Number of parameters of the embedding, attention, MLP, norms and head."""
+    parts: dict[str, int] = {}
+    for path, value in params.items():
+        parts[_part(path)] = parts.get(_part(path), 0) + value.size
+    return {**parts, "total": sum(parts.values())}
+
+
+def _part(path: str) -> str:
+    names = path.split("/")
+    if names[0] == "blocks":
+        return "norms" if names[2].endswith("norm") else names[2]
+    return {"w_embed_VD": "embedding", "w_position_TD": "positions", "w_head_DV": "head"}.get(
+        names[0], "norms"
+    )
+
+
+def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
+    """Bytes of the cache per token by the formula, and of a cache as allocated.
+
+    Raises:
+      RuntimeError: the allocated cache is not what the formula says.
+    """
+    per_token = sum(block.attention.cache_bytes_per_token() for block in model.blocks)
+    allocated = sum(cache.nbytes for cache in model.init_caches(1, length))
+    kept = sum(
+        block.attention.cache_bytes_per_token() * cache.position_BS.shape[1]
+        for block, cache in zip(model.blocks, model.init_caches(1, length), strict=True)
+    )
+    if allocated != kept:
+        raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {kept}")
+    return {"per_token": per_token, "at_length": length, "allocated": allocated}
+
+
+
+def training_overlap(settings: Settings) -> dict[str, float]:
+    """Expected share of fresh sequences of each task that training has seen too."""
+    drawn = settings.train.steps * settings.train.batch_size
+    total = sum(settings.task.shares)
+    seen = {
+        task.name: int(drawn * share / total)
+        for task, share in zip(settings.task.tasks, settings.task.shares, strict=True)
+    }
+    return {task.name: expected_overlap(task.space, seen[task.name]) for task in settings.evaluated}
+
+
+def as_text(row: LengthResult) -> tuple[str, ...]:
+    """A row of the printed table."""
+    numbers = (
+        row.accuracy,
+        row.sequence_accuracy,
+        row.generated_accuracy,
+        row.generated_sequence_accuracy,
+    )
+    shown = ["–" if number is None else f"{number:.4f}" for number in numbers]
+    inside = "yes" if row.inside else "no"
+    return (row.task, str(row.length), inside, *shown, f"{row.chance:.4f}")

@@ -1,0 +1,63 @@
+"""Evaluates a trained model: ``python eval.py --workdir=runs/gqa``."""
+
+import dataclasses
+
+from absl import flags
+
+from analysis import evaluation, plots
+from training import command, progress
+from training.checkpoint import CheckpointError
+from training.restore import restore
+from training.run_folder import RunFolder, write_json
+from training.settings import OptionError
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder, as train.py made it.")
+CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "'last', 'best', or a step.")
+SEQUENCES = flags.DEFINE_integer("sequences", 256, "Sequences per task and length.")
+
+
+def main() -> None:
+    if WORKDIR.value is None:
+        raise OptionError("--workdir is needed: a run folder, such as --workdir=runs/gqa")
+    if SEQUENCES.value < 1:
+        raise OptionError(f"--sequences must be at least 1, got {SEQUENCES.value}")
+    folder = RunFolder(WORKDIR.value)
+    run = restore(folder, CHECKPOINT.value)
+    rows = evaluation.accuracy_by_length(run.model, run.settings, SEQUENCES.value)
+    parts = evaluation.parameters_by_part(run.params)
+    cache = evaluation.cache_bytes(run.model, run.settings.task.length)
+
+    progress.table(
+        f"{folder.path} at step {run.step:,}: accuracy by length",
+        [evaluation.as_text(row) for row in rows],
+        ("task", "tokens", "in training", "accuracy", "whole", "generated", "whole", "chance"),
+    )
+    for row in rows:
+        if row.note:
+            print(f"{row.task} at {row.length} tokens: {row.note}")
+    progress.table(
+        "parameters",
+        [(name, f"{count:,}") for name, count in parts.items()],
+        ("part", "number"),
+    )
+    print(
+        f"cache: {cache['per_token']:,} bytes per token; {cache['allocated']:,} bytes allocated "
+        f"for {cache['at_length']} tokens, as the formula says"
+    )
+    write_json(
+        folder.evaluation,
+        {
+            "step": run.step,
+            "sequences": SEQUENCES.value,
+            "by_length": [dataclasses.asdict(row) for row in rows],
+            "parameters": parts,
+            "cache_bytes": cache,
+            "training_overlap": evaluation.training_overlap(run.settings),
+        },
+    )
+    plots.draw_accuracy_by_length(rows, folder.accuracy_by_length)
+    print(f"saved {folder.evaluation} and {folder.accuracy_by_length}")
+
+
+if __name__ == "__main__":
+    command.run(main, failures=(CheckpointError,))

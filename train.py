@@ -1,0 +1,31 @@
+"""Trains a model: ``python train.py --config=configs/gqa.py``."""
+
+from absl import flags
+from ml_collections import config_flags
+
+from analysis import plots
+from training import command, loop
+from training.checkpoint import CheckpointError
+from training.run_folder import RunFolder
+from training.settings import settings
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", "configs/gqa.py", "Config file; its options are overridden by --config.NAME=VALUE."
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder; default runs/<name of the config>.")
+
+
+def main() -> None:
+    config = command.resolved(CONFIG.value, CONFIG)
+    folder = RunFolder(WORKDIR.value or f"runs/{command.config_name(CONFIG)}")
+    options = settings(config)
+    lines = loop.train(config, options, folder)
+    if lines is None:
+        print(f"{folder.path} is finished ({options.train.steps} steps); there is nothing to do")
+        return
+    plots.draw_curves(lines, options.evaluated, folder.curves)
+    loop.summary(lines, options, folder)
+
+
+if __name__ == "__main__":
+    command.run(main, failures=(loop.Diverged, CheckpointError))

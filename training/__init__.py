@@ -1,0 +1,1 @@
+"""Training: state, objective, optimizer, checkpoints, metrics and the loop."""

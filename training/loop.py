@@ -1,0 +1,168 @@
+"""The training loop: intervals of steps, and between them lines, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from models.decoder import Decoder
+from models.pure import merge
+from training import environment, optimizer
+from training.checkpoint import Checkpoints
+from training.progress import Reporter, table
+from training.run_folder import RunFolder
+from training.settings import Settings
+from training.state import TrainState
+from training.step import graph_of, init_state, make_evaluation, make_interval
+
+BEST_METRIC = "accuracy"
+
+
+class Diverged(RuntimeError):
+    """A loss, gradient or parameter is not finite; says at which step."""
+
+
+def train(config: Mapping, settings: Settings, folder: RunFolder) -> list[dict] | None:
+    """Trains until the last step, from the newest checkpoint where the folder has one.
+
+    A line of metrics is written at the multiples of ``train.log_every`` and ``train.eval_every``,
+    and wherever a checkpoint is saved. Its ``loss`` (nats per counted position) and
+    ``gradient_norm`` are means over the steps since the last line; its evaluation, where it has
+    one, is of the state after its ``step``. Losses and gradients of all steps are checked at
+    every line.
+
+    Returns:
+      The lines of metrics.jsonl; None where the run was finished already.
+
+    Raises:
+      OptionError: the folder holds something else. Nothing has been written.
+      Diverged: a loss or gradient is not finite. The checkpoints before it are kept.
+      CheckpointError: a checkpoint could not be saved or read.
+    """
+    folder.check_usable_for(config)
+    steps, best = settings.train.steps, BEST_METRIC
+    with Checkpoints(folder.checkpoints, keep=settings.checkpoint.keep, best_metric=best) as saved:
+        if steps in saved.steps():
+            return None
+        state = saved.restore_latest(jax.eval_shape(lambda: init_state(settings)))
+        resumed = state is not None
+        if not resumed:
+            state = jax.jit(lambda: init_state(settings))()
+        first = int(state.step)
+        implementations = _implementations(settings)
+        folder.begin(config, environment.describe(implementations, first))
+        folder.forget_metrics_after(first if resumed else -1)
+        chance = {task.name: task.chance for task in settings.evaluated}
+        with (
+            Reporter(first, steps, chance) as reporter,
+            SummaryWriter(str(folder.tensorboard), purge_step=first + 1) as events,
+        ):
+            if resumed:
+                reporter.say(f"resuming {folder.path} at step {first}")
+            _run(settings, folder, saved, state, resumed, reporter, events)
+        saved.wait()
+    return folder.read_metrics()
+
+
+def _run(settings, folder, saved, state, resumed, reporter, events) -> None:
+    interval, evaluate = make_interval(settings), make_evaluation(settings)
+    rate = optimizer.learning_rate(settings.optimizer, settings.train.steps)
+    tokens_per_step = settings.train.batch_size * settings.task.length
+    steps, step, latest = settings.train.steps, int(state.step), {}
+
+    def write(line: dict[str, float]) -> None:
+        latest.update(line)
+        folder.append_metrics(line)
+        for name, value in line.items():
+            if name != "step":
+                events.add_scalar(name, value, line["step"])
+        reporter.update(step, latest)
+
+    if not resumed:
+        write({"step": 0, "tokens": 0, **_evaluation(evaluate, state, settings)})
+    else:
+        latest.update({k: v for line in folder.read_metrics() for k, v in line.items()})
+    losses, norms, since, train_seconds = [], [], step, 0.0
+    while step < steps:
+        until = _next_stop(step, settings)
+        begun = time.perf_counter()
+        state, history = interval(state, until)
+        done = until - step
+        losses.append(np.asarray(history["loss"])[:done])
+        norms.append(np.asarray(history["gradient_norm"])[:done])
+        train_seconds += time.perf_counter() - begun
+        _check_finite(step, loss=losses[-1], gradient_norm=norms[-1])
+        step = until
+        line = {
+            "step": step,
+            "tokens": step * tokens_per_step,
+            "loss": float(np.concatenate(losses).mean()),
+            "gradient_norm": float(np.concatenate(norms).mean()),
+            "learning_rate": float(rate(step - 1)),
+            "tokens_per_second": (step - since) * tokens_per_step / train_seconds,
+            "time": time.time(),
+        }
+        losses, norms, since, train_seconds = [], [], step, 0.0
+        saving = step % settings.checkpoint.every == 0 or step == steps
+        if saving or step % settings.train.eval_every == 0:
+            line.update(_evaluation(evaluate, state, settings))
+        if saving:
+            accuracies = [line[f"{task.name}/accuracy"] for task in settings.evaluated]
+            saved.save(step, state, {BEST_METRIC: sum(accuracies) / len(accuracies)})
+        write(line)
+
+
+def _next_stop(step: int, settings: Settings) -> int:
+    """The next step after which something is to be done; at most log_every away."""
+    train = settings.train
+    every = (train.log_every, train.eval_every, settings.checkpoint.every)
+    return min(train.steps, *(step - step % n + n for n in every))
+
+
+def _evaluation(evaluate, state: TrainState, settings: Settings) -> dict[str, float]:
+    counts = evaluate(state.params)
+    line = {}
+    for task in settings.evaluated:
+        ratios = counts[task.name].ratios()
+        line |= {f"{task.name}/{name}": value for name, value in ratios.items()}
+        line[f"{task.name}/chance"] = task.chance
+    return line
+
+
+def _check_finite(step: int, **histories: np.ndarray) -> None:
+    for name, history in histories.items():
+        bad = np.flatnonzero(~np.isfinite(history))
+        if bad.size:
+            raise Diverged(
+                f"{name} is {history[bad[0]]} at step {step + bad[0] + 1}; a lower "
+                "optimizer.learning_rate or optimizer.clip_norm may help. The last good "
+                "checkpoint is kept"
+            )
+
+
+def _implementations(settings: Settings) -> dict[str, str]:
+    shapes = jax.eval_shape(lambda: init_state(settings)).params
+    model: Decoder = merge(graph_of(settings), shapes)
+    return model.implementations(settings.train.batch_size, settings.task.length)
+
+
+def summary(lines: list[dict], settings: Settings, folder: RunFolder) -> None:
+    """The table at the end of a run, and what to do next."""
+    last = lines[-1]
+    rows = []
+    for task in settings.evaluated:
+        for name, guess in (("accuracy", "chance"), ("sequence_accuracy", "sequence_chance")):
+            value, chance = last[f"{task.name}/{name}"], last[f"{task.name}/{guess}"]
+            rows.append((f"{task.name}/{name}", f"{value:.4f}", f"{chance:.4f}"))
+    rows.append(("loss (nats per answer)", f"{last['loss']:.4f}", ""))
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    rows.append(("tokens per second (median)", f"{float(np.median(rates)):,.0f}", ""))
+    title = f"{folder.path} after {last['step']:,} steps, {last['tokens']:,} tokens"
+    table(title, rows, ("metric", "value", "chance"))
+    print(f"The curves are in {folder.curves}. Next:")
+    print(f"  python eval.py --workdir={folder.path}")
+

@@ -1,0 +1,48 @@
+"""A trained model out of its run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from models.decoder import Decoder
+from models.pure import merge
+from training.checkpoint import Checkpoints
+from training.run_folder import RunFolder
+from training.settings import OptionError, Settings, settings
+from training.step import graph_of, init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A model and where it comes from."""
+
+    settings: Settings
+    step: int
+    params: dict
+    model: Decoder
+
+
+def restore(folder: RunFolder, checkpoint: str = "last") -> Restored:
+    """The model of a run folder at its "last" or "best" checkpoint, or at a step.
+
+    Raises:
+      OptionError: no run folder, no checkpoint yet, or none at that step.
+      CheckpointError: the checkpoint cannot be read.
+    """
+    options = settings(folder.read_config())
+    with Checkpoints(folder.checkpoints, keep=1, best_metric=None) as saved:
+        steps = saved.steps()
+        if not steps:
+            raise OptionError(f"--workdir={folder.path} has no checkpoint yet; train it first")
+        named = {"last": steps[-1], "best": saved.best_step()}
+        if checkpoint not in named and checkpoint not in map(str, steps):
+            raise OptionError(
+                f"--checkpoint must be 'last', 'best' or one of the steps {steps}, "
+                f"got {checkpoint!r}"
+            )
+        step = named.get(checkpoint) or int(checkpoint)
+        state = saved.restore(jax.eval_shape(lambda: init_state(options)), step)
+    model = merge(graph_of(options), state.params)
+    return Restored(options, step, state.params, model)
