@@ -10,14 +10,14 @@ from training.run_folder import RunFolder
 from training.settings import settings
 
 CONFIG = config_flags.DEFINE_config_file(
-    "config", "configs/gqa.py", "Config file; its options are overridden by --config.NAME=VALUE."
+    "config", None, "Config file, such as configs/gqa.py; --config.NAME=VALUE overrides an option."
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder; default runs/<name of the config>.")
 
 
 def main() -> None:
-    config = command.resolved(CONFIG.value, CONFIG)
-    folder = RunFolder(WORKDIR.value or f"runs/{command.config_name(CONFIG)}")
+    name, config = command.load_config(CONFIG)
+    folder = RunFolder(f"runs/{name}" if WORKDIR.value is None else WORKDIR.value)
     options = settings(config)
     lines = loop.train(config, options, folder)
     if lines is None:

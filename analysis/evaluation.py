@@ -57,27 +57,27 @@ def accuracy_by_length(model: Decoder, settings: Settings, sequences: int) -> li
 def _at_length(
     model: Decoder, settings: Settings, task: Task, length: int, sequences: int
 ) -> LengthResult:
+    # With an answer of fixed length, what is generated can be compared with what is forced.
     answers = (length - 1) // 2
     length = 2 * answers + 1
     row = LengthResult(task.name, length, length <= settings.task.length, task.chance)
     if settings.model.position == "learned" and length > settings.model.max_length:
         note = f"there are {settings.model.max_length} learned positions"
         return dataclasses.replace(row, note=note)
-    key = evaluation_key(settings.eval.seed, 2**31 + length)
+    can_generate = hasattr(task, "with_length")
     try:
-        batch = task.at_length(length).sample(key, sequences)
+        task = task.with_length(answers) if can_generate else task.at_length(length)
     except ValueError as error:
         return dataclasses.replace(row, note=str(error))
+    batch = task.sample(evaluation_key(settings.eval.seed, 2**31 + length), sequences)
     graph, params = split(model)
     forced = _teacher_forced(graph, params, batch, task.chance).ratios()
     row = dataclasses.replace(
         row, accuracy=forced["accuracy"], sequence_accuracy=forced["sequence_accuracy"]
     )
-    if not hasattr(task, "with_length"):
-        return dataclasses.replace(row, note="this task has no answer to generate")
-    fixed = task.with_length(answers)
-    batch = fixed.sample(key, sequences)
-    start = fixed.first_answer
+    if not can_generate:
+        return dataclasses.replace(row, note="the answers of this task stand apart")
+    start = task.first_answer
     tokens, _ = generate(model, batch.tokens_BT[:, : start + 1], answers)
     right = np.asarray(tokens == batch.targets_BT[:, start:])
     return dataclasses.replace(
@@ -90,15 +90,13 @@ def _at_length(
 @functools.partial(jax.jit, static_argnums=0)
 def _teacher_forced(graph, params, batch, chance) -> Counts:
     model = merge(graph, params)
-    # One sequence batch at a time bounds the memory of the dense scores at the longest lengths.
-    rows = batch.tokens_BT.shape[0]
-    pieces = jax.tree.map(lambda x: x.reshape(-1, min(rows, 32), *x.shape[1:]), batch)
 
-    def one(piece) -> Counts:
-        logits_BTV, _ = model(piece.tokens_BT)
-        return Counts.of(logits_BTV, piece, chance)
+    # A few sequences at a time bound the memory of the dense scores at the longest lengths.
+    def one(row) -> Counts:
+        logits_BTV, _ = model(row.tokens_BT[None])
+        return Counts.of(logits_BTV, jax.tree.map(lambda x: x[None], row), chance)
 
-    return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, pieces))
+    return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, batch, batch_size=32))
 
 
 def parameters_by_part(params: dict) -> dict[str, int]:
@@ -133,7 +131,6 @@ def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
     if allocated != kept:
         raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {kept}")
     return {"per_token": per_token, "at_length": length, "allocated": allocated}
-
 
 
 def training_overlap(settings: Settings) -> dict[str, float]:

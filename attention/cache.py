@@ -58,8 +58,10 @@ class Slots:
     def slot(self, position: jax.Array) -> jax.Array:
         """Index of the slot of each position; ``capacity`` where there is none."""
         nowhere = self.capacity
-        slot = len(self.pinned) + position % self.ring if self.ring else jnp.full_like(
-            position, nowhere
+        slot = (
+            len(self.pinned) + position % self.ring
+            if self.ring
+            else jnp.full_like(position, nowhere)
         )
         if self.limit is not None:
             slot = jnp.where(position < self.limit, slot, nowhere)

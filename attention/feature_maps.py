@@ -24,9 +24,9 @@ def _at_least_float32(x: jax.Array) -> jax.Array:
 def elu(x: jax.Array) -> jax.Array:
     """elu(x) + 1: φ(x) = x + 1 for x > 0, exp(x) otherwise. M = H.
 
-    Written with exp, not as elu(x) + 1: that sum is exactly 0 in float32 below about −17, and a row
-    of zeros has no normaliser. This form is positive down to −87; products of two features, and with
-    them whole rows, down to about −43.
+    Written with exp, not as elu(x) + 1: that sum is exactly 0 in float32 below about −17, and a
+    row of zeros has no normaliser. This form is positive down to −87; products of two features,
+    and with them whole rows, down to about −43.
 
     Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236.
     """
@@ -50,9 +50,9 @@ def softmax(x: jax.Array) -> jax.Array:
     """φ(x) = [softmax(x), softmax(−x)], each over the H features of a head. M = 2H.
 
     Hedgehog's map in its normalised form: exp(x) and exp(−x), each divided by its own sum over the
-    features, which bounds the features and their products. Hedgehog learns a projection H → H before
-    it; here the query and key projections are that one. To be told apart from Efficient Attention
-    (arXiv 1812.01243), which takes the softmax of keys over time and so cannot be causal.
+    features, which bounds the features and their products. Hedgehog learns a projection H → H
+    before it; here the query and key projections are that one. To be told apart from Efficient
+    Attention (arXiv 1812.01243), whose softmax of keys runs over time and so cannot be causal.
 
     Zhang et al. 2024, "The Hedgehog & the Porcupine", arXiv 2402.04347.
     """
@@ -63,9 +63,9 @@ def softmax(x: jax.Array) -> jax.Array:
 def taylor(x: jax.Array) -> jax.Array:
     """Second-order Taylor series of exp(x · y / √H): φ(x) · φ(y) = 1 + s + s² / 2, s = x · y / √H.
 
-    φ(x) = [1, x_i / H^¼, x_i² / √(2H), x_i x_j / √H for i < j]. M = 1 + H + H (H + 1) / 2: the pairs
-    i > j equal those i < j, so each is kept once with weight 2 (in Based: H² products). The products
-    are ≥ ½, so every row has a normaliser.
+    φ(x) = [1, x_i / H^¼, x_i² / √(2H), x_i x_j / √H for i < j]. M = 1 + H + H (H + 1) / 2: a pair
+    i > j equals its mirror image, so it is kept once with weight 2 (in Based: H² products). The
+    products φ(x) · φ(y) are ≥ ½, so every row has a normaliser.
 
     Arora et al. 2024, "Simple linear attention language models balance the recall-throughput
     tradeoff" (Based), arXiv 2402.18668; Keles et al. 2022, arXiv 2209.04881.
@@ -97,8 +97,8 @@ def feature_map(name: str) -> Callable[[jax.Array], jax.Array]:
 def feature_width(name: str, head_width: int) -> int:
     """M, the number of features the map of that name makes of a head of width H.
 
-    H for elu and relu, 2H for softmax, 1 + H + H (H + 1) / 2 for taylor. Derived from the map itself
-    without computing it. Raises ValueError for an unknown name or head_width < 1.
+    H for elu and relu, 2H for softmax, 1 + H + H (H + 1) / 2 for taylor: read off the map, which
+    is traced, not run. Raises ValueError for an unknown name or head_width < 1.
     """
     function = feature_map(name)
     if head_width < 1:

@@ -11,15 +11,16 @@ Letters besides the package's: M feature width, C tokens of a chunk, J chunks.
 
 Heads: query head n reads key-value head n // G. Keys and values are never repeated.
 
-Precision: 16-bit inputs are computed, summed and kept in float32 (float64 in float64); the output has
-v's dtype. Whether a float32 product is one on an accelerator is `jax_default_matmul_precision`'s say.
+Precision: 16-bit inputs are computed, summed and kept in float32 (float64 in float64); the output
+has v's dtype. What a float32 product is on an accelerator, `jax_default_matmul_precision` says.
 
-Segments: `segments_BT` holds 0 at padding, anywhere in the row. Padding writes nothing, its output is
-0, and what stands there (inf and NaN included) reaches neither an output nor a gradient. A token whose
-id is not that of the token before it, padding skipped, starts a fresh document; documents never see
-each other, and an id that comes back later is a new document. The initial state belongs to the
-first document of the call, the final state to its last; a row of padding alone returns its initial
-state. To resume at a document's border, pass a zero state.
+Segments: `segments_BT` holds 0 at padding, anywhere in the row. Padding writes nothing, its output
+is 0, and what stands there (inf and NaN included) reaches neither an output nor a gradient. A token
+whose id is not that of the token before it, padding skipped, starts a fresh document; documents
+never see each other, and an id that comes back later is a new document. The initial state belongs
+to the first document of the call, the final state to its last; a row of padding alone returns its
+initial state. To resume at a document's border, pass a zero state. Only padding may hold inf or
+NaN: in a token that counts they can reach other rows of the batch row, as 0 · NaN.
 
 A row whose normaliser is 0 (no key, or features all 0) gives output 0 and gradient 0.
 """
@@ -64,13 +65,20 @@ class LinearState:
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """What every form works on: checked, cleaned of padding, wide enough, query heads grouped."""
+    """What every form works on: checked, cleaned of padding, query heads grouped."""
 
     q_BTKGM: jax.Array
     k_BTKM: jax.Array
     v_BTKE: jax.Array
     document_BT: jax.Array  # counts from 0 and never falls; padding belongs to the one before it
     state: LinearState
+
+    def wide(self) -> "_Inputs":
+        """The same with queries, keys and values in the state's dtype, that of all arithmetic."""
+        q, k, v = (
+            a.astype(self.state.sum_BKME.dtype) for a in (self.q_BTKGM, self.k_BTKM, self.v_BTKE)
+        )
+        return _Inputs(q, k, v, self.document_BT, self.state)
 
     def output(self, out_BTKGE: jax.Array, dtype) -> jax.Array:
         B, T, K, G, E = out_BTKGE.shape
@@ -93,7 +101,7 @@ def _check(q_BTNM, k_BTKM, v_BTKE, state, segments_BT) -> None:
         shapes = state.sum_BKME.shape, state.normaliser_BKM.shape
         if shapes != ((B, K, M, E), (B, K, M)):
             raise ValueError(
-                f"state has shapes {shapes}: must be {(B, K, M, E)} and {(B, K, M)} for these inputs"
+                f"state has shapes {shapes}: must be {(B, K, M, E)} and {(B, K, M)} here"
             )
 
 
@@ -112,11 +120,11 @@ def _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT) -> _Inputs:
     B, T, N, M = q_BTNM.shape
     K, E = v_BTKE.shape[2:]
     dtype = jnp.result_type(jnp.float32, q_BTNM, k_BTKM, v_BTKE, *jax.tree.leaves(state))
-    q, k, v = (x.astype(dtype) for x in (q_BTNM, k_BTKM, v_BTKE))
+    q, k, v = q_BTNM, k_BTKM, v_BTKE
     document_BT = jnp.zeros((B, T), jnp.int32)
     if segments_BT is not None:
-        # Selecting zeros is all that padding needs: a zero key writes nothing into either sum, and a
-        # zero query has a zero normaliser, hence a zero output. Selected, not multiplied: 0 · NaN.
+        # Zeros are all that padding needs: a zero key writes nothing into either sum, and a zero
+        # query has a zero normaliser, hence a zero output. Selected, not multiplied: 0 · NaN.
         valid_BT11 = (segments_BT != 0)[:, :, None, None]
         q, k, v = (jnp.where(valid_BT11, x, 0) for x in (q, k, v))
         document_BT = _documents(segments_BT)
@@ -140,7 +148,8 @@ def _ratio(numerator: jax.Array, normaliser: jax.Array) -> jax.Array:
 
 @_ratio.defjvp
 def _ratio_jvp(primals, tangents):
-    # The stock rule squares the normaliser, which is 1e-20 for features of exp(−25): that underflows.
+    # The stock rule divides by the normaliser's square, and 1e-20 (features of exp(−23)) squared
+    # underflows.
     numerator, normaliser = primals
     numerator_dot, normaliser_dot = tangents
     out = _ratio(numerator, normaliser)
@@ -169,7 +178,7 @@ def weights(
     pattern_ij = φ(q_i) · φ(k_j) / Σ_j φ(q_i) · φ(k_j). Rows sum to 1, or are 0 where the row has no
     key. Without an initial state, `parallel` is pattern · v.
     """
-    x = _prepare(q_BTNM, k_BTKM, k_BTKM, None, segments_BT)
+    x = _prepare(q_BTNM, k_BTKM, k_BTKM, None, segments_BT).wide()
     scores_BKGTS = _scores(x, causal)
     return _ratio(scores_BKGTS, scores_BKGTS.sum(-1)).reshape(
         q_BTNM.shape[0], q_BTNM.shape[2], q_BTNM.shape[1], k_BTKM.shape[1]
@@ -190,7 +199,7 @@ def parallel(
     Returns out_BTNE in v's dtype and the final state. Non-causal rows see every key of their
     document and, in the first one, the initial state. Raises ValueError for shapes that do not fit.
     """
-    x = _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT)
+    x = _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT).wide()
     scores_BKGTS = _scores(x, causal)
     numerator_BTKGE = jnp.einsum("bkgts,bske->btkge", scores_BKGTS, x.v_BTKE)
     normaliser_BTKG = jnp.einsum("bkgts->btkg", scores_BKGTS)
@@ -237,7 +246,7 @@ def recurrent(
         raise NotImplementedError(
             "recurrent with causal=False: a recurrence sees only the past; use parallel or chunked"
         )
-    x = _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT)
+    x = _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT).wide()
     continues_BT = x.document_BT == jnp.pad(x.document_BT, ((0, 0), (1, 0)))[:, :-1]
 
     def step(state, token):
@@ -268,11 +277,11 @@ def chunked(
 ) -> tuple[jax.Array, LinearState]:
     """Linear attention by chunks of C tokens: products within a chunk, a recurrence between chunks.
 
-    Causal chunks are taken in spans of up to 16: products are batched over a span, spans follow each
+    Chunks are taken in spans of up to 16: products are batched over a span, spans follow each
     other, and the gradient recomputes a span from the state before it. Time T (C + 2M) E per head;
     memory T (M + E) for arguments and gradients plus one span's scores and states, forward and
-    backward. T need not be a multiple of `chunk`. Non-causal attention adds the same recurrence run
-    backwards, in one span.
+    backward. T need not be a multiple of `chunk`. Non-causal attention sweeps twice, the second
+    time backwards over what comes after each token.
 
     The default of 64 is measured: DEFAULT_REASON
 
@@ -282,88 +291,93 @@ def chunked(
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: must be at least 1")
     x = _prepare(q_BTNM, k_BTKM, v_BTKE, state, segments_BT)
-    B, T, K, G, _ = x.q_BTKGM.shape
+    numerator_BTKGE, normaliser_BTKG, final = _sweep(x, chunk, own=True)
+    if not causal:
+        future = _sweep(_reversed(x), chunk, own=False)
+        numerator_BTKGE += future[0][:, ::-1]
+        normaliser_BTKG += future[1][:, ::-1]
+    return x.output(_ratio(numerator_BTKGE, normaliser_BTKG), v_BTKE.dtype), final
+
+
+def _reversed(x: _Inputs) -> _Inputs:
+    """The same rows with time running backwards, from an empty state."""
+    return _Inputs(
+        *(a[:, ::-1] for a in (x.q_BTKGM, x.k_BTKM, x.v_BTKE)),
+        (x.document_BT[:, -1:] - x.document_BT)[:, ::-1],
+        jax.tree.map(jnp.zeros_like, x.state),
+    )
+
+
+def _sweep(x: _Inputs, chunk: int, *, own: bool) -> tuple[jax.Array, jax.Array, LinearState]:
+    """numerator_BTKGE, normaliser_BTKG over j ≤ i (j < i without its own), and the final state."""
+    B, T = x.document_BT.shape
     C = min(chunk, T)
-    J = -(-T // C)
-    spans = -(-J // _CHUNKS_PER_SPAN) if causal else 1
-    J = -(-J // spans)  # from here the chunks of one span; all spans are alike
+    chunks = -(-T // C)
+    spans = -(-chunks // _CHUNKS_PER_SPAN)
+    J = -(-chunks // spans)  # chunks of one span; all spans are alike, so the last may be padded
 
     def cut(a, mode="constant"):
         a = jnp.pad(a, ((0, 0), (0, spans * J * C - T)) + ((0, 0),) * (a.ndim - 2), mode=mode)
         return a.reshape(B, spans, J, C, *a.shape[2:]).swapaxes(0, 1)
 
+    def join(a):
+        return a.swapaxes(0, 1).reshape(B, spans * J * C, *a.shape[4:])[:, :T]
+
     def span(state, inputs):
         q_BJCKGM, k_BJCKM, v_BJCKE, document_BJC, before_B = inputs
         # Head-major, chunks first: each product is then a batch of plain matrices, which XLA on the
         # CPU runs several times faster than the same einsum with the heads in the middle.
-        out_JBKGCE, state = _attend_chunks(
-            q_BJCKGM.transpose(1, 0, 3, 4, 2, 5),
-            k_BJCKM.transpose(1, 0, 3, 2, 4),
-            v_BJCKE.transpose(1, 0, 3, 2, 4),
+        # Widened here and not before, so that 16-bit arguments are never copied whole.
+        wide = state.sum_BKME.dtype
+        numerator_JBKGCE, normaliser_JBKGC, state = _span(
+            q_BJCKGM.transpose(1, 0, 3, 4, 2, 5).astype(wide),
+            k_BJCKM.transpose(1, 0, 3, 2, 4).astype(wide),
+            v_BJCKE.transpose(1, 0, 3, 2, 4).astype(wide),
             document_BJC.swapaxes(0, 1) - before_B[None, :, None],
             state,
-            causal,
+            own,
         )
-        return state, out_JBKGCE.transpose(1, 0, 4, 2, 3, 5)
+        return state, (
+            numerator_JBKGCE.transpose(1, 0, 4, 2, 3, 5),
+            normaliser_JBKGC.transpose(1, 0, 4, 2, 3),
+        )
 
-    documents = cut(x.document_BT, mode="edge")
-    before = jnp.pad(documents[:, :, -1, -1], ((1, 0), (0, 0)))[:-1]
-    inputs = (cut(x.q_BTKGM), cut(x.k_BTKM), cut(x.v_BTKE), documents, before)
-    state, out = lax.scan(jax.checkpoint(span, prevent_cse=False), x.state, inputs)
-    out_BTKGE = out.swapaxes(0, 1).reshape(B, spans * J * C, K, G, -1)[:, :T]
-    return x.output(out_BTKGE, v_BTKE.dtype), state
+    document = cut(x.document_BT, mode="edge")
+    before = jnp.pad(document[:, :, -1, -1], ((1, 0), (0, 0)))[:-1]
+    inputs = (cut(x.q_BTKGM), cut(x.k_BTKM), cut(x.v_BTKE), document, before)
+    # Recomputing a span in the backward pass keeps one span's scores alive, not all of them.
+    final, sums = lax.scan(jax.checkpoint(span, prevent_cse=False), x.state, inputs)
+    return *map(join, sums), final
 
 
-def _attend_chunks(q_JBKGCM, k_JBKCM, v_JBKCE, document_JBC, state, causal):
-    """out_JBKGCE of one span and the state after it; `state` belongs to document 0 of the span."""
+def _span(q_JBKGCM, k_JBKCM, v_JBKCE, document_JBC, state, own):
+    """The two sums of one span and the state after it; `state` belongs to its document 0."""
     C = document_JBC.shape[-1]
     may_JBCC = document_JBC[..., :, None] == document_JBC[..., None, :]
-    if causal:
-        may_JBCC &= jnp.tri(C, dtype=bool)[None, None]
+    may_JBCC &= jnp.tri(C, k=0 if own else -1, dtype=bool)[None, None]
     scores_JBKGCC = jnp.einsum("jbkgcm,jbksm->jbkgcs", q_JBKGCM, k_JBKCM)
     scores_JBKGCC = jnp.where(may_JBCC[:, :, None, None], scores_JBKGCC, 0)
-    numerator_JBKGCE = jnp.einsum("jbkgcs,jbkse->jbkgce", scores_JBKGCC, v_JBKCE)
-    normaliser_JBKGC = scores_JBKGCC.sum(-1)
 
-    def from_other_chunks(carried, label_JB):
-        sees_JB11C = (document_JBC == label_JB[..., None])[:, :, None, None]
-        carried_JBKGCE = jnp.einsum("jbkgcm,jbkme->jbkgce", q_JBKGCM, carried.sum_BKME)
-        carried_JBKGC = jnp.einsum("jbkgcm,jbkm->jbkgc", q_JBKGCM, carried.normaliser_BKM)
-        return (
-            jnp.where(sees_JB11C[..., None], carried_JBKGCE, 0),
-            jnp.where(sees_JB11C, carried_JBKGC, 0),
-        )
-
-    first_JB, last_JB = document_JBC[..., 0], document_JBC[..., -1]
+    # A chunk hands on the sums of the document that it ends in, so it receives those of the
+    # document that the chunk before it ended in.
+    last_JB = document_JBC[..., -1]
     before_JB = jnp.pad(last_JB, ((1, 0), (0, 0)))[:-1]
-    carried, final = _carry(k_JBKCM, v_JBKCE, document_JBC, last_JB, before_JB, state)
-    shares = [from_other_chunks(carried, before_JB)]
-    if not causal:
-        after_JB = jnp.pad(first_JB, ((0, 1), (0, 0)), mode="edge")[1:]
-        empty = jax.tree.map(jnp.zeros_like, state)
-        carried, _ = _carry(
-            k_JBKCM, v_JBKCE, document_JBC, first_JB, after_JB, empty, reverse=True
-        )
-        shares.append(from_other_chunks(carried, after_JB))
-    for numerator, normaliser in shares:
-        numerator_JBKGCE += numerator
-        normaliser_JBKGC += normaliser
-    return _ratio(numerator_JBKGCE, normaliser_JBKGC), final
-
-
-def _carry(k_JBKCM, v_JBKCE, document_JBC, label_JB, previous_JB, state, *, reverse=False):
-    """The state that reaches each chunk (J leading), and the one that leaves the last.
-
-    A chunk hands on the state of document label_JB and receives that of previous_JB, the label of
-    the chunk before it (after it, in reverse).
-    """
-    handed_JB1C1 = (document_JBC == label_JB[..., None])[:, :, None, :, None]
-    k_JBKCM = jnp.where(handed_JB1C1, k_JBKCM, 0)
-    written = LinearState(jnp.einsum("jbkcm,jbkce->jbkme", k_JBKCM, v_JBKCE), k_JBKCM.sum(-2))
+    handed_JB1C1 = (document_JBC == last_JB[..., None])[:, :, None, :, None]
+    handed_JBKCM = jnp.where(handed_JB1C1, k_JBKCM, 0)
+    written = LinearState(
+        jnp.einsum("jbkcm,jbkce->jbkme", handed_JBKCM, v_JBKCE), handed_JBKCM.sum(-2)
+    )
 
     def step(state, chunk):
         continues_B, written = chunk
         return jax.tree.map(jnp.add, _select(continues_B, state), written), state
 
-    final, carried = lax.scan(step, state, (label_JB == previous_JB, written), reverse=reverse)
-    return carried, final
+    final, carried = lax.scan(step, state, (last_JB == before_JB, written))
+
+    sees_JB11C = (document_JBC == before_JB[..., None])[:, :, None, None]
+    carried_JBKGCE = jnp.einsum("jbkgcm,jbkme->jbkgce", q_JBKGCM, carried.sum_BKME)
+    carried_JBKGC = jnp.einsum("jbkgcm,jbkm->jbkgc", q_JBKGCM, carried.normaliser_BKM)
+    numerator_JBKGCE = jnp.einsum("jbkgcs,jbkse->jbkgce", scores_JBKGCC, v_JBKCE)
+    numerator_JBKGCE += jnp.where(sees_JB11C[..., None], carried_JBKGCE, 0)
+    normaliser_JBKGC = scores_JBKGCC.sum(-1) + jnp.where(sees_JB11C, carried_JBKGC, 0)
+    return numerator_JBKGCE, normaliser_JBKGC, final

@@ -66,6 +66,7 @@ class MultiHead:
                 f"rope_width is {self.rope_width}, but model.position is not 'rope'; leave it unset"
             )
         reference.Dropout(self.dropout, None)
+        ops.check_implementation(context.implementation)
         self.mask()
 
     def kv_heads(self, context: Context) -> int:

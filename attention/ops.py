@@ -41,9 +41,7 @@ class Call:
 
     def allowed_pairs(self) -> jax.Array:
         """(B or 1, T, S) booleans."""
-        return reference.allowed_pairs(
-            self.mask, *self.indices(), self.q_segments, self.k_segments
-        )
+        return reference.allowed_pairs(self.mask, *self.indices(), self.q_segments, self.k_segments)
 
 
 def _reference(call: Call, observe: Callable | None = None) -> tuple[jax.Array, jax.Array]:
@@ -169,9 +167,7 @@ def attend_with_pattern(
     return _reference(_checked(q_BTNH, k_BSKH, v_BSKE, mask, **options), observe)[0]
 
 
-def explain(
-    q_BTNH, k_BSKH, v_BSKE, mask, *, implementation="auto", **options
-) -> Explanation:
+def explain(q_BTNH, k_BSKH, v_BSKE, mask, *, implementation="auto", **options) -> Explanation:
     """Which implementation ``attend`` would run for these arguments, and why not the others.
 
     Takes arrays or ``jax.ShapeDtypeStruct``; computes nothing.
@@ -179,13 +175,17 @@ def explain(
     return _choose(_checked(q_BTNH, k_BSKH, v_BSKE, mask, **options), implementation)
 
 
+def check_implementation(name: str) -> None:
+    """Raises ValueError unless ``name`` is "auto" or that of an implementation."""
+    if name != "auto" and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be 'auto' or one of {list(IMPLEMENTATIONS)}, got {name!r}"
+        )
+
+
 def _choose(call: Call, implementation: str) -> Explanation:
+    check_implementation(implementation)
     if implementation != "auto":
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation must be 'auto' or one of {list(IMPLEMENTATIONS)}, "
-                f"got {implementation!r}"
-            )
         reason = IMPLEMENTATIONS[implementation].cannot(call)
         if reason is not None:
             raise NotImplementedError(f"attention implementation {implementation!r}: {reason}")

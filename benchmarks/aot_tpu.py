@@ -132,7 +132,10 @@ def vmem_of_kernels(text: str) -> dict[str, int]:
     """Bytes of VMEM that each kernel of a compiled program uses, the most where it runs twice."""
     used = {}
     for line in text.splitlines():
-        name = re.search(r"%\w*?attention_(forward|query_gradient|key_value_gradients)\w*[.\d]* = .* custom-call\(", line)
+        name = re.search(
+            r"%\w*?attention_(forward|query_gradient|key_value_gradients)\w*[.\d]* = .* custom-call\(",
+            line,
+        )
         size = re.search(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"', line)
         if name and size:
             used[name[1]] = max(used.get(name[1], 0), int(size[1]))
@@ -145,9 +148,7 @@ def check(case: Case, target: Target) -> str:
     Raises:
       RuntimeError: a kernel is missing from the program, or needs too much VMEM.
     """
-    device = topologies.get_topology_desc(
-        platform="tpu", topology_name=target.topology
-    ).devices[0]
+    device = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices[0]
     used = {}
     for function, shapes in programs(case, device).values():
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("tpu",))

@@ -124,9 +124,7 @@ class Decoder(nnx.Module):
             for i in range(options.num_layers)
         )
         self.norm = RMSNorm(D)
-        self.w_head_DV = (
-            None if options.tied_head else nnx.Param(matrix(rngs.params(), (D, V), D))
-        )
+        self.w_head_DV = None if options.tied_head else nnx.Param(matrix(rngs.params(), (D, V), D))
 
     def __call__(
         self,

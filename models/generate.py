@@ -60,14 +60,10 @@ def generate(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(
-    graph, num_tokens, samples, params, prompt_BT, segments_BT, caches, key, temperature
-):
+def _generate(graph, num_tokens, samples, params, prompt_BT, segments_BT, caches, key, temperature):
     model = nnx.merge(graph, params)
     positions_BT = jnp.maximum(jnp.cumsum(segments_BT, axis=1) - 1, 0)
-    logits_BTV, caches = model(
-        prompt_BT, positions_BT, segments_BT=segments_BT, caches=caches
-    )
+    logits_BTV, caches = model(prompt_BT, positions_BT, segments_BT=segments_BT, caches=caches)
     T = prompt_BT.shape[1]
     last_B = jnp.where(segments_BT != 0, jnp.arange(T)[None], -1).max(1)
     logits_BV = jnp.take_along_axis(logits_BTV, last_B[:, None, None], axis=1)[:, 0]

@@ -5,6 +5,7 @@ No persistent compilation cache: what it stores for the CPU belongs to one kind 
 wrong hit would be worse than the seconds it saves.
 """
 
+import functools
 import os
 
 # The tests choose shapes for the CPU. JAX_PLATFORMS=cuda python -m pytest runs them elsewhere.
@@ -12,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+import pytest
 
 # Accelerators multiply float32 in lower precision unless told otherwise; the tests claim float32.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -21,3 +23,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example compiles, so a deadline per example says nothing.
 hypothesis.settings.register_profile("attention", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("attention")
+
+pytest.register_assert_rewrite("tests.attending", "tests.oracles")
+
+
+def pytest_generate_tests(metafunc):
+    """``implementation``: the name of each implementation of softmax attention in turn."""
+    if "implementation" in metafunc.fixturenames:
+        from attention.ops import IMPLEMENTATIONS
+
+        metafunc.parametrize("implementation", list(IMPLEMENTATIONS))
+
+
+@pytest.fixture
+def run(implementation):
+    """``tests.attending.run`` under each implementation in turn."""
+    from tests import attending
+
+    return functools.partial(attending.run, implementation)

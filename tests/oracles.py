@@ -34,8 +34,10 @@ def standard(
 
 def uniform(T: int, S: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q and k of zeros and v_j = j: each output is the mean of the positions that it sees."""
-    return np.zeros((1, T, 1, 1)), np.zeros((1, S, 1, 1)), np.arange(S, dtype=float).reshape(
-        1, S, 1, 1
+    return (
+        np.zeros((1, T, 1, 1)),
+        np.zeros((1, S, 1, 1)),
+        np.arange(S, dtype=float).reshape(1, S, 1, 1),
     )
 
 
@@ -130,6 +132,4 @@ def assert_close(actual, expected, dtype: str = "float32", what: str = "") -> No
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, f"{what}: {actual.shape}, not {expected.shape}"
     size = max(1.0, np.abs(expected[np.isfinite(expected)]).max(initial=0.0))
-    np.testing.assert_allclose(
-        actual, expected, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=what
-    )
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -103,8 +104,8 @@ def brute(mask, q_index, k_index) -> np.ndarray:
 def brute_tile_kinds(mask, q_edges, k_edges) -> np.ndarray:
     grid = brute(mask, range(q_edges[0], q_edges[-1]), range(k_edges[0], k_edges[-1]))
     kinds = np.empty((len(q_edges) - 1, len(k_edges) - 1), int)
-    for a, (q_lo, q_hi) in enumerate(zip(q_edges, q_edges[1:], strict=False)):
-        for b, (k_lo, k_hi) in enumerate(zip(k_edges, k_edges[1:], strict=False)):
+    for a, (q_lo, q_hi) in enumerate(itertools.pairwise(q_edges)):
+        for b, (k_lo, k_hi) in enumerate(itertools.pairwise(k_edges)):
             q = slice(q_lo - q_edges[0], q_hi - q_edges[0])
             tile = grid[q, k_lo - k_edges[0] : k_hi - k_edges[0]]
             kinds[a, b] = FULL if tile.all() else PARTIAL if tile.any() else EMPTY
@@ -169,7 +170,7 @@ def test_equality_tells_parameters_apart():
 
 @named
 def test_a_mask_has_no_truth_value(mask):
-    with pytest.raises(TypeError, match="no truth value.*& | ~"):
+    with pytest.raises(TypeError, match=r"no truth value.*& \| ~"):
         bool(mask)
     with pytest.raises(TypeError, match="no truth value"):
         mask and mask  # noqa: B018
@@ -428,9 +429,7 @@ def test_png(mask, T, S, tmp_path):
     text = mask.draw(T, S, path=str(path))
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert list(tmp_path.iterdir()) == [path]
-    np.testing.assert_array_equal(
-        cells_of_png(path, T, S), brute(mask, range(S - T, S), range(S))
-    )
+    np.testing.assert_array_equal(cells_of_png(path, T, S), brute(mask, range(S - T, S), range(S)))
     assert text == mask.draw(T, S)
 
 

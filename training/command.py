@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from training.settings import OptionError
 
@@ -42,12 +42,27 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        _exit(2, str(error))
-    except FileNotFoundError as error:
-        _exit(2, f"--config: there is no file {error.filename}; see the folder configs/")
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        # How ml_collections says that an override does not fit the config.
-        _exit(2, f"--config: {' '.join(str(error).split())}")
+        _exit(2, _plain(str(error)))
+    except (AttributeError, KeyError) as error:
+        # How ml_collections says that the config has no such option, sometimes with a hint.
+        key, _, hint = (
+            str(error).strip("\"'").replace("\\n", "\n").replace("\\'", "'").partition("\n")
+        )
+        option = next((a for a in argv if key.strip("'") in a.partition("=")[0].split(".")), key)
+        _exit(2, f"{option.partition('=')[0]} is not an option of this config. {hint}")
+
+
+def _plain(message: str) -> str:
+    """Python's words for a value of the wrong type, in the user's words."""
+    option, _, problem = message.removeprefix("flag ").partition(": ")
+    for python, plain in (
+        ("invalid literal for int()", "must be a whole number, such as 100"),
+        ("could not convert string to float", "must be a number, such as 1e-3"),
+        ("Non-boolean argument", "must be true or false"),
+    ):
+        if python in problem:
+            return f"{option}: the value {plain}"
+    return message
 
 
 def _exit(code: int, message: str) -> None:
@@ -55,37 +70,40 @@ def _exit(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def resolved(config: ConfigDict, holder: flags.FlagHolder) -> dict:
-    """The config as plain dicts, with only the attention groups that the pattern uses.
+def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
+    """Name of the config file, and its options with all overrides, as plain dicts.
+
+    Of the attention groups only those that the pattern uses are kept: the others do nothing.
 
     Raises:
-      OptionError: an override of a group that is not in the pattern: it would do nothing.
+      OptionError: no such file, a pattern that names no group, or an override of a group that is
+        not in the pattern.
     """
-    plain = config.to_dict()
-    pattern = plain["model"]["pattern"]
-    pattern = [pattern] if isinstance(pattern, str) else list(pattern)
-    for option in config_flags.get_override_values(flags.FLAGS[holder.name]):
+    flag = flags.FLAGS[holder.name]
+    if not flag.present:
+        raise OptionError(f"--{holder.name} is needed, such as --{holder.name}=configs/gqa.py")
+    path = Path(config_flags.get_config_filename(flag))
+    if not path.is_file():
+        raise OptionError(f"--{holder.name}={path}: there is no such file; see configs/")
+    plain = holder.value.to_dict()
+    groups, pattern = plain["attention"], plain["model"]["pattern"]
+    pattern = (pattern,) if isinstance(pattern, str) else tuple(pattern)
+    for name in pattern:
+        if name not in groups:
+            raise OptionError(
+                f"model.pattern names {name!r}; the attention groups are "
+                f"{', '.join(sorted(groups))}"
+            )
+    for option in config_flags.get_override_values(flag):
         part, _, rest = option.partition(".")
         group = rest.partition(".")[0]
         if part == "attention" and group not in pattern:
             raise OptionError(
-                f"--config.{option} would do nothing: model.pattern is {tuple(pattern)}, "
+                f"--{holder.name}.{option} would do nothing: model.pattern is {pattern}, "
                 f"which does not name {group!r}"
             )
-    groups: Mapping = plain["attention"]
-    plain["attention"] = {name: group for name, group in groups.items() if name in pattern}
-    missing = [name for name in pattern if name not in groups]
-    if missing:
-        raise OptionError(
-            f"model.pattern names {missing[0]!r}; the attention groups are "
-            f"{', '.join(sorted(groups))}"
-        )
-    return plain
-
-
-def config_name(holder: flags.FlagHolder) -> str:
-    """Name of the config file, without folder and ending."""
-    return Path(config_flags.get_config_filename(flags.FLAGS[holder.name])).stem
+    plain["attention"] = {name: groups[name] for name in groups if name in pattern}
+    return path.stem, plain
 
 
 def enable_compilation_cache() -> None:

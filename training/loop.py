@@ -15,7 +15,7 @@ from training import environment, optimizer
 from training.checkpoint import Checkpoints
 from training.progress import Reporter, table
 from training.run_folder import RunFolder
-from training.settings import Settings
+from training.settings import OptionError, Settings
 from training.state import TrainState
 from training.step import graph_of, init_state, make_evaluation, make_interval
 
@@ -147,7 +147,10 @@ def _check_finite(step: int, **histories: np.ndarray) -> None:
 def _implementations(settings: Settings) -> dict[str, str]:
     shapes = jax.eval_shape(lambda: init_state(settings)).params
     model: Decoder = merge(graph_of(settings), shapes)
-    return model.implementations(settings.train.batch_size, settings.task.length)
+    try:
+        return model.implementations(settings.train.batch_size, settings.task.length)
+    except NotImplementedError as error:
+        raise OptionError(f"model.implementation: {error}") from None
 
 
 def summary(lines: list[dict], settings: Settings, folder: RunFolder) -> None:
@@ -165,4 +168,3 @@ def summary(lines: list[dict], settings: Settings, folder: RunFolder) -> None:
     table(title, rows, ("metric", "value", "chance"))
     print(f"The curves are in {folder.curves}. Next:")
     print(f"  python eval.py --workdir={folder.path}")
-

@@ -87,8 +87,12 @@ def place(array: np.ndarray, leaf: Any) -> jax.Array:
     A committed array and an uncommitted one are different to jit, so this follows the leaf too.
     """
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-    # device_put alone may share a NumPy buffer, which donation then cannot reuse.
-    owned = jax.device_put(array, sharding).copy() if sharding else jnp.array(array, copy=True)
+    # device_put alone may share a NumPy buffer, which donation then cannot reuse; the copy may
+    # spell the sharding differently, which jit would take for another one.
+    if sharding:
+        owned = jax.device_put(jax.device_put(array, sharding).copy(), sharding)
+    else:
+        owned = jnp.array(array, copy=True)
     if not _is_key(leaf):
         return owned
     return jax.random.wrap_key_data(owned, impl=jax.random.key_impl(jnp.empty_like(leaf)))

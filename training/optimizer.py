@@ -42,7 +42,9 @@ class OptimizerOptions:
                 raise ValueError(f"optimizer.{name} must be above 0, got {getattr(self, name)}")
         for name in ("weight_decay", "warmup_steps"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(
+                    f"optimizer.{name} must not be negative, got {getattr(self, name)}"
+                )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere, a table at the end."""
+"""What a person sees of a run: a live bar on a terminal, else plain lines; a table at the end."""
 
 from __future__ import annotations
 
@@ -69,4 +69,6 @@ def table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...]) -> N
         grid.add_column(name, justify="right" if i else "left")
     for row in rows:
         grid.add_row(*row)
-    Console().print(grid)
+    console = Console()
+    # A file or a pipe has no width to fit; a cell cut short there would be lost.
+    console.print(grid, width=None if console.is_terminal else 200, soft_wrap=True)

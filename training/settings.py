@@ -159,9 +159,7 @@ def _model(group: dict, attention_groups: Mapping, task: Mixture) -> DecoderOpti
         group, "max_length", task.length, None if learned else "model.position is not 'learned'"
     )
     layers = tuple(_layer(name, attention_groups[name]) for name in pattern)
-    return take(
-        DecoderOptions, "model", {**group, "vocab_size": task.vocab_size, "layers": layers}
-    )
+    return take(DecoderOptions, "model", {**group, "vocab_size": task.vocab_size, "layers": layers})
 
 
 def _derive(group: dict, name: str, default: int, unused: str | None) -> None:

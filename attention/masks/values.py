@@ -287,9 +287,7 @@ class Prefix(Mask):
 
     def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
         q_lo, q_hi, k_lo, k_hi = map(np.asarray, (q_lo, q_hi, k_lo, k_hi))
-        return _kinds(
-            (q_lo >= self.n) | (k_lo >= self.n), (q_hi <= self.n) & (k_hi <= self.n)
-        )
+        return _kinds((q_lo >= self.n) | (k_lo >= self.n), (q_hi <= self.n) & (k_hi <= self.n))
 
     def retention(self):
         return Retention((), self.n)

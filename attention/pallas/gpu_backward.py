@@ -268,9 +268,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                 return dk, dv
 
             def sum_head(group, carry):
-                return gpu_plan.visit(
-                    functools.partial(step, group), start, full_end, end, carry
-                )
+                return gpu_plan.visit(functools.partial(step, group), start, full_end, end, carry)
 
             zeros = filled(0, ROWS, H), filled(0, ROWS, E)
             dk, dv = lax.fori_loop(0, G, sum_head, zeros)

@@ -98,9 +98,7 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
             lse_smem[...] = jnp.where(seen, lse, -jnp.inf)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem, out_ref.at[queries])
-            plgpu.copy_smem_to_gmem(
-                lse_smem, lse_ref.at[batch, head, pl.ds(first, ROWS)]
-            )
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[batch, head, pl.ds(first, ROWS)])
             plgpu.wait_smem_to_gmem(0)
 
     return plan.kernel(

@@ -154,9 +154,7 @@ def _sees(plan: Plan, marked_BSK: jax.Array, num_queries: int, tags) -> jax.Arra
     q_BTK1 = jnp.zeros((B, num_queries, K, 1))
     k_BSK1 = jnp.zeros((B, S, K, 1))
     none_K = jnp.full(K, -jnp.inf)
-    alone = Plan(
-        plan.scores, plan.num_queries, 1, plan.forward, plan.backward, plan.interpret
-    )
+    alone = Plan(plan.scores, plan.num_queries, 1, plan.forward, plan.backward, plan.interpret)
     share, _ = tpu_calls.forward(
         alone, q_BTK1, k_BSK1, marked_BSK[..., None].astype(jnp.float32), none_K, tags
     )
