@@ -1,19 +1,21 @@
 # Every target sets up what it needs: scripts/setup.sh installs into .venv, and only when
 # requirements or constraints have changed since the last call.
 PYTHON := .venv/bin/python
+AOT_PYTHON := .venv-aot/bin/python
 
 # Assigned with =, so that the command line sets them and the environment does not.
 CONFIG = configs/gqa.py
 WORKDIR =
 ARGS =
 
-.PHONY: help setup setup-dev train eval test lint format
+.PHONY: help setup setup-dev setup-aot train eval test test-aot lint format
 
 help:
 	@echo 'make setup                           install requirements.txt into .venv'
 	@echo 'make train [CONFIG=configs/mqa.py]   train; ARGS="--config.train.steps=300" overrides'
 	@echo 'make eval  [WORKDIR=runs/gqa]        evaluate a run folder'
 	@echo 'make test  [ARGS="-k masks"]         run the tests'
+	@echo 'make test-aot                        compile the kernels for TPUs and GPUs, none needed'
 	@echo 'make lint                            check style and format'
 	@echo 'make format                          repair style and format'
 	@echo 'Defaults: CONFIG=$(CONFIG), WORKDIR=runs/<name of the config>. See README.md.'
@@ -23,6 +25,9 @@ setup:
 
 setup-dev:
 	@scripts/setup.sh requirements-dev.txt
+
+setup-aot:
+	@scripts/setup.sh requirements-aot.txt .venv-aot
 
 train: setup
 	$(PYTHON) train.py --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
@@ -34,6 +39,15 @@ eval: setup
 # a file share compiled programs. ARGS="-n 0" runs in one process.
 test: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# A process for each case: a compiler that gives up takes its process with it. xargs fails when one
+# of them fails. An environment of its own: with a TPU's library in it, jax looks for a TPU.
+AOT_CHECKS = benchmarks.aot_tpu benchmarks.aot_gpu
+test-aot: setup-aot
+	@for check in $(AOT_CHECKS); do \
+	    cases=$$($(AOT_PYTHON) -m $$check --list) || exit 1; \
+	    printf '%s\n' $$cases | xargs -n 1 -P 2 $(AOT_PYTHON) -m $$check || exit 1; \
+	done
 
 lint: setup-dev
 	$(PYTHON) -m ruff check .

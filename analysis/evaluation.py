@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.decoder import Decoder
@@ -15,6 +16,7 @@ from tasks import Task, evaluation_key
 from tasks.space import expected_overlap
 from training.metrics import Counts
 from training.settings import Settings
+from training.step import count_batch
 
 # Sequence lengths as multiples of the training length.
 MULTIPLES = (0.25, 0.5, 1, 2, 4)
@@ -69,9 +71,10 @@ def _at_length(
         task = task.with_length(answers) if can_generate else task.at_length(length)
     except ValueError as error:
         return dataclasses.replace(row, note=str(error))
-    batch = task.sample(evaluation_key(settings.eval.seed, 2**31 + length), sequences)
+    key = evaluation_key(settings.eval.seed, 2**31 + length)
+    batch = task.sample(key, sequences)
     graph, params = split(model)
-    forced = _teacher_forced(graph, params, batch, task.chance).ratios()
+    forced = _teacher_forced(graph, settings.objective, params, batch, key, task.chance).ratios()
     row = dataclasses.replace(
         row, accuracy=forced["accuracy"], sequence_accuracy=forced["sequence_accuracy"]
     )
@@ -87,16 +90,18 @@ def _at_length(
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _teacher_forced(graph, params, batch, chance) -> Counts:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _teacher_forced(graph, objective, params, batch, key, chance) -> Counts:
     model = merge(graph, params)
 
     # A few sequences at a time bound the memory of the dense scores at the longest lengths.
-    def one(row) -> Counts:
-        logits_BTV, _ = model(row.tokens_BT[None])
-        return Counts.of(logits_BTV, jax.tree.map(lambda x: x[None], row), chance)
+    def one(row_and_index) -> Counts:
+        row, index = row_and_index
+        row = jax.tree.map(lambda x: x[None], row)
+        return count_batch(model, row, jax.random.fold_in(key, index), chance, objective)
 
-    return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, batch, batch_size=32))
+    rows = jnp.arange(batch.tokens_BT.shape[0])
+    return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, (batch, rows), batch_size=32))
 
 
 def parameters_by_part(params: dict) -> dict[str, int]:
@@ -122,14 +127,12 @@ def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
     Raises:
       RuntimeError: the allocated cache is not what the formula says.
     """
-    per_token = sum(block.attention.cache_bytes_per_token() for block in model.blocks)
+    layers = [block.attention for block in model.blocks]
+    per_token = sum(layer.cache_bytes_per_token() for layer in layers)
+    formula = sum(layer.cache_bytes(length) for layer in layers)
     allocated = sum(cache.nbytes for cache in model.init_caches(1, length))
-    kept = sum(
-        block.attention.cache_bytes_per_token() * cache.position_BS.shape[1]
-        for block, cache in zip(model.blocks, model.init_caches(1, length), strict=True)
-    )
-    if allocated != kept:
-        raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {kept}")
+    if allocated != formula:
+        raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {formula}")
     return {"per_token": per_token, "at_length": length, "allocated": allocated}
 
 

@@ -18,7 +18,8 @@ One call serves training, prefill in any chunking, and decoding token by token:
 - ``segments_BT`` number the documents packed in a row, 0 is padding; with a cache there is one
   document a row, and they tell padding (0) from tokens (1).
 - ``cache`` is None, or comes from ``layer.init_cache(batch, length, dtype)`` or an earlier call.
-- ``memory`` is the other sequence of cross-attention.
+- ``memory`` is the other sequence of cross-attention, an ``attention.memory.Memory``; once it has
+  been given with a cache, the cache holds its keys and values and it may be left out.
 - ``probe`` reads or replaces activations (see ``attention.probe``); asking nothing changes no bit.
 - ``dropout_key`` turns dropout on.
 
@@ -29,11 +30,31 @@ length)`` names the implementation that runs.
 from __future__ import annotations
 
 from attention.context import Context
-from attention.multi_head import MultiHead
+from attention.linear import Linear
+from attention.multi_head import (
+    MultiHead,
+    MultiHeadCross,
+    MultiHeadFull,
+    MultiHeadLongformer,
+    MultiHeadLongformerEncoder,
+    MultiHeadMasked,
+    MultiHeadPrefix,
+    MultiHeadStreaming,
+    MultiHeadWindow,
+)
 
 # Options of a layer by the name of its variant; ``options.build(context, rngs)`` makes the layer.
 VARIANTS = {
     "causal": MultiHead,
+    "full": MultiHeadFull,
+    "prefix": MultiHeadPrefix,
+    "window": MultiHeadWindow,
+    "streaming": MultiHeadStreaming,
+    "longformer": MultiHeadLongformer,
+    "longformer_encoder": MultiHeadLongformerEncoder,
+    "masked": MultiHeadMasked,
+    "cross": MultiHeadCross,
+    "linear": Linear,
 }
 
 __all__ = ["VARIANTS", "Context"]

@@ -45,6 +45,11 @@ def matrix(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5
 
 
+def silence(x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """x with padding set to 0: a weight's gradient is a product with x, and 0 · NaN is NaN."""
+    return x_BTD if segments_BT is None else jnp.where(segments_BT[..., None] != 0, x_BTD, 0)
+
+
 def project(x_BTD: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
     """x · w over the last ``num_in`` axes of x and the first ones of w, in the dtype of x.
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from attention import ops, reference
-from attention.cache import KVCache, Slots, SmearedCache
+from attention import masks, ops
+from attention.cache import KVCache, SmearedCache
 from attention.context import Context, matrix, project
-from attention.masks import Causal, Mask
-from attention.norm import RMSNorm
+from attention.heads import Heads
+from attention.masks import Causal, First, Full, Global, Mask, Prefix, Window
+from attention.memory import Memory, MemoryCache
 from attention.probe import Probe
-from attention.smear import SmearedKeys
+from attention.reference import Dropout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,30 +44,17 @@ class MultiHead:
     smeared_keys: bool = False
     learned_sink: bool = False
 
+    reads_memory: ClassVar[bool] = False
+
     def mask(self) -> Mask:
         """Which positions may meet."""
         return Causal()
 
     def check(self, context: Context) -> None:
         """Raises ValueError where the options do not fit each other or the model."""
-        kv_heads = self.kv_heads(context)
-        if kv_heads < 1 or context.num_heads % kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide model.num_heads, got {kv_heads} for "
-                f"{context.num_heads} heads"
-            )
-        if context.rotary:
-            width = self.rotary_width(context)
-            if width > context.head_width:
-                raise ValueError(
-                    f"rope_width must be at most the head width {context.head_width}, got {width}"
-                )
-            context.rope(width)
-        elif self.rope_width is not None:
-            raise ValueError(
-                f"rope_width is {self.rope_width}, but model.position is not 'rope'; leave it unset"
-            )
-        reference.Dropout(self.dropout, None)
+        check_kv_heads(self.kv_heads(context), context)
+        check_rotation(self.rope_width, context)
+        Dropout(self.dropout, None)
         ops.check_implementation(context.implementation)
         self.mask()
 
@@ -82,32 +71,136 @@ class MultiHead:
         return MultiHeadAttention(self, context, rngs)
 
 
-class MultiHeadAttention(nnx.Module):
-    """y = concat_n(softmax(scale · q_n k_{n//G}ᵀ) v_{n//G}) W_O, with q, k, v = x W_Q, x W_K, x W_V.
+def check_kv_heads(kv_heads: int, context: Context) -> None:
+    """Raises ValueError unless every key-value head serves as many query heads."""
+    if kv_heads < 1 or context.num_heads % kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide model.num_heads, got {kv_heads} for "
+            f"{context.num_heads} heads"
+        )
 
-    Vaswani et al. 2017 (arXiv 1706.03762); grouped queries: Ainslie et al. 2023 (arXiv 2305.13245);
-    multi-query: Shazeer 2019 (arXiv 1911.02150).
+
+def check_rotation(rope_width: int | None, context: Context) -> None:
+    """Raises ValueError where the rotation does not fit the head, or would not be read."""
+    if not context.rotary:
+        if rope_width is not None:
+            raise ValueError(
+                f"rope_width is {rope_width}, but model.position is not 'rope'; leave it unset"
+            )
+        return
+    width = context.head_width if rope_width is None else rope_width
+    if width > context.head_width:
+        raise ValueError(
+            f"rope_width must be at most the head width {context.head_width}, got {width}"
+        )
+    context.rope(width)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadFull(MultiHead):
+    """Every position sees every position: an encoder (BERT)."""
+
+    def mask(self) -> Mask:
+        return Full()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadPrefix(MultiHead):
+    """Prefix-LM: the first ``prefix`` positions see each other, the others look back."""
+
+    prefix: int
+
+    def mask(self) -> Mask:
+        return Causal() | Prefix(self.prefix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadWindow(MultiHead):
+    """A sliding window of the last ``window`` positions, the query's own included (Mistral)."""
+
+    window: int
+
+    def mask(self) -> Mask:
+        return Causal() & Window(self.window)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadStreaming(MultiHead):
+    """A sliding window and the ``first`` positions: attention sinks (arXiv 2309.17453)."""
+
+    window: int
+    first: int
+
+    def mask(self) -> Mask:
+        return Causal() & (Window(self.window) | First(self.first))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadMasked(MultiHead):
+    """Any mask, as an expression such as ``"Causal() & (Window(4) | First(1))"``."""
+
+    mask_expression: str
+
+    def mask(self) -> Mask:
+        return masks.parse(self.mask_expression)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadCross(MultiHead):
+    """Cross-attention: queries from this sequence, keys and values from the memory."""
+
+    reads_memory: ClassVar[bool] = True
+
+    def mask(self) -> Mask:
+        return Full()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadLongformer(MultiHead):
+    """A window, and ``num_global`` first tokens that see, and are seen by, all; causal.
+
+    Beltagy et al. 2020 (arXiv 2004.05150).
+
+    Attributes:
+      window: positions that a query looks back on, its own included.
+      num_global: number of global tokens.
+      global_projections: whether global tokens ask with projections of their own, as in the paper.
+    """
+
+    window: int
+    num_global: int
+    global_projections: bool = False
+
+    def mask(self) -> Mask:
+        return Causal() & (Window(self.window) | Global(self.num_global))
+
+    def build(self, context: Context, rngs: nnx.Rngs) -> MultiHeadAttention:
+        layer = LongformerAttention if self.global_projections else MultiHeadAttention
+        return layer(self, context, rngs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiHeadLongformerEncoder(MultiHeadLongformer):
+    """Longformer for encoders: the window reaches as far ahead as back."""
+
+    def mask(self) -> Mask:
+        return Window(self.window, ahead=self.window - 1) | Global(self.num_global)
+
+
+class MultiHeadAttention(nnx.Module):
+    """y = concat_n(head_n) W_O, head_n = softmax(scale · q_n k_{n//G}ᵀ) v_{n//G} (see ``Heads``).
+
+    Vaswani et al. 2017 (arXiv 1706.03762); grouped queries: Ainslie et al. 2023 (arXiv
+    2305.13245); multi-query: Shazeer 2019 (arXiv 1911.02150).
     """
 
     def __init__(self, options: MultiHead, context: Context, rngs: nnx.Rngs):
         options.check(context)
         D, N, H = context.d_model, context.num_heads, context.head_width
-        K = options.kv_heads(context)
         self.options, self.context, self.mask = options, context, options.mask()
-        self.num_kv_heads = K
-        self.rope = context.rope(options.rotary_width(context))
-        self.w_q_DNH = nnx.Param(matrix(rngs.params(), (D, N, H), D))
-        self.w_k_DKH = nnx.Param(matrix(rngs.params(), (D, K, H), D))
-        self.w_v_DKH = nnx.Param(matrix(rngs.params(), (D, K, H), D))
+        self.heads = Heads(options, context, self.mask, rngs)
         self.w_o_NHD = nnx.Param(matrix(rngs.params(), (N, H, D), N * H))
-        shapes = {"q_NH": (N, H), "k_KH": (K, H), "v_KH": (K, H), "o_D": (D,)}
-        self.biases = nnx.Dict(
-            {name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes.items() if options.bias}
-        )
-        self.q_norm = RMSNorm(H) if options.qk_norm else None
-        self.k_norm = RMSNorm(H) if options.qk_norm else None
-        self.smear = SmearedKeys(K) if options.smeared_keys else None
-        self.sink_N = nnx.Param(jnp.zeros(N)) if options.learned_sink else None
+        self.bias_D = nnx.Param(jnp.zeros(D)) if options.bias else None
 
     def __call__(
         self,
@@ -115,102 +208,130 @@ class MultiHeadAttention(nnx.Module):
         positions_BT: jax.Array,
         *,
         segments_BT: jax.Array | None = None,
-        cache: KVCache | SmearedCache | None = None,
-        memory: jax.Array | None = None,
+        cache: KVCache | SmearedCache | MemoryCache | None = None,
+        memory: Memory | None = None,
         probe: Probe | None = None,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | SmearedCache | None]:
+    ) -> tuple[jax.Array, KVCache | SmearedCache | MemoryCache | None]:
         """See the layer contract in ``attention``."""
-        if memory is not None:
-            raise ValueError("this layer attends to its own sequence; it takes no memory")
-        q_BTNH = self._project(x_BTD, self.w_q_DNH, "q_NH")
-        k_BTKH = self._project(x_BTD, self.w_k_DKH, "k_KH")
-        v_BTKH = self._project(x_BTD, self.w_v_DKH, "v_KH")
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
-        last_key = None
-        if self.smear is not None:
-            last_key = None if cache is None else cache.last_key_BKH
-            k_BTKH, last_key = self.smear(k_BTKH, positions_BT, valid_BT, last_key)
-        if self.q_norm is not None:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        if self.rope is not None:
-            q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
-        k_segments, index = segments_BT, {}
-        if cache is not None:
-            inner = cache.inner if self.smear is not None else cache
-            inner, entries, index_BS = inner.append(
-                positions_BT, valid_BT, k_BSKH=k_BTKH, v_BSKE=v_BTKH
-            )
-            k_BTKH, v_BTKH = entries["k_BSKH"], entries["v_BSKE"]
-            k_segments, index = None, {"q_index": positions_BT, "k_index": index_BS}
-            cache = inner if self.smear is None else SmearedCache(inner, last_key)
-        elif segments_BT is not None and not self.mask.relative():
-            index = {"q_index": positions_BT, "k_index": positions_BT}
-        sequences = {"q_segments": segments_BT, "k_segments": k_segments, **index}
-        head_BTNE = self._heads(q_BTNH, k_BTKH, v_BTKH, sequences, probe, dropout_key)
-        y_BTD = project(head_BTNE, self.w_o_NHD[...], num_in=2)
-        return y_BTD + self._bias("o_D", y_BTD.dtype), cache
+        head_BTNE, cache = self.heads(
+            x_BTD,
+            positions_BT,
+            segments_BT=segments_BT,
+            cache=cache,
+            memory=memory,
+            probe=probe,
+            dropout_key=dropout_key,
+        )
+        return self.output(head_BTNE, probe), cache
 
-    def init_cache(self, batch: int, length: int, dtype=None) -> KVCache | SmearedCache:
+    def output(self, head_BTNE: jax.Array, probe: Probe | None) -> jax.Array:
+        """The heads side by side, through the output projection."""
+        if probe is not None:
+            head_BTNE = probe("head", head_BTNE)
+        y_BTD = project(head_BTNE, self.w_o_NHD[...], num_in=2)
+        if self.bias_D is None:
+            return y_BTD
+        return y_BTD + self.bias_D[...].astype(y_BTD.dtype)[None, None]
+
+    def init_cache(
+        self, batch: int, length: int, dtype=None
+    ) -> KVCache | SmearedCache | MemoryCache:
         """An empty cache for up to ``length`` positions; a ring where the mask forgets."""
-        K, H = self.num_kv_heads, self.context.head_width
-        dtype = self.context.dtype if dtype is None else dtype
-        slots = Slots.for_mask(self.mask, length)
-        cache = KVCache.create(batch, slots, dtype, k_BSKH=(K, H), v_BSKE=(K, H))
-        if self.smear is None:
-            return cache
-        return SmearedCache(cache, jnp.zeros((batch, K, H), dtype))
+        return self.heads.init_cache(batch, length, dtype or self.context.dtype)
 
     def cache_bytes_per_token(self) -> int:
         """2 · K · H numbers for each position that the cache keeps, in the layer's dtype."""
-        numbers = 2 * self.num_kv_heads * self.context.head_width
-        return numbers * jnp.dtype(self.context.dtype).itemsize
+        return self.heads.cache_bytes_per_token()
+
+    def cache_bytes(self, length: int) -> int:
+        """Bytes that one sequence of ``length`` positions keeps: the formula of the cache."""
+        return self.heads.cache_bytes(length)
 
     def implementation(self, batch: int, length: int) -> str:
         """Name of the implementation of softmax attention that training on this shape runs."""
-        return self._explain(batch, length).chosen
+        return self.heads.explain(batch, length).chosen
 
-    def _explain(self, batch: int, length: int) -> ops.Explanation:
-        N, K, H = self.context.num_heads, self.num_kv_heads, self.context.head_width
-        dropout = self._dropout(jax.random.key(0)) if self.options.dropout else None
-        q, k = (jax.ShapeDtypeStruct((batch, length, n, H), self.context.dtype) for n in (N, K))
-        return ops.explain(
-            q, k, k, self.mask, dropout=dropout, implementation=self.context.implementation
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LongformerCache:
+    """What the local queries see, and what the global ones see through projections of their own."""
+
+    local: KVCache | SmearedCache
+    asked: KVCache | SmearedCache
+
+    @property
+    def limit(self) -> int | None:
+        """See ``SlotCache.limit``."""
+        return self.local.limit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored entries."""
+        return self.local.nbytes + self.asked.nbytes
+
+    def reset(self) -> LongformerCache:
+        """The same cache, empty."""
+        return LongformerCache(self.local.reset(), self.asked.reset())
+
+
+class LongformerAttention(MultiHeadAttention):
+    """Multi-head attention whose global tokens ask with W_Q, W_K and W_V of their own.
+
+    Row i is softmax(q_g k_gᵀ) v_g for a global i and softmax(q kᵀ) v otherwise; W_O is shared.
+    """
+
+    def __init__(self, options: MultiHeadLongformer, context: Context, rngs: nnx.Rngs):
+        super().__init__(options, context, rngs)
+        n = options.num_global
+        # Queries below n, whatever the key: the only rows that these heads answer.
+        asked = self.mask & (Prefix(n) | (Global(n) & ~First(n)))
+        self.global_heads = Heads(options, context, asked, rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        cache: LongformerCache | None = None,
+        memory: Memory | None = None,
+        probe: Probe | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LongformerCache | None]:
+        """See the layer contract in ``attention``; the second pattern is ``global/pattern``."""
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        common = {"segments_BT": segments_BT, "memory": memory}
+        local_BTNE, local = self.heads(
+            x_BTD,
+            positions_BT,
+            cache=None if cache is None else cache.local,
+            probe=probe,
+            dropout_key=keys[0],
+            **common,
+        )
+        global_BTNE, asked = self.global_heads(
+            x_BTD,
+            positions_BT,
+            cache=None if cache is None else cache.asked,
+            probe=None if probe is None else probe.at("global"),
+            dropout_key=keys[1],
+            **common,
+        )
+        is_global = (positions_BT < self.options.num_global)[..., None, None]
+        head_BTNE = jnp.where(is_global, global_BTNE, local_BTNE)
+        cache = None if cache is None else LongformerCache(local, asked)
+        return self.output(head_BTNE, probe), cache
+
+    def init_cache(self, batch: int, length: int, dtype=None) -> LongformerCache:
+        """Two caches: the second holds what the global tokens see."""
+        dtype = dtype or self.context.dtype
+        return LongformerCache(
+            self.heads.init_cache(batch, length, dtype),
+            self.global_heads.init_cache(batch, length, dtype),
         )
 
-    def _project(self, x_BTD: jax.Array, w: nnx.Param, bias: str) -> jax.Array:
-        projected = project(x_BTD, w[...])
-        return projected + self._bias(bias, projected.dtype)
-
-    def _bias(self, name: str, dtype) -> jax.Array | int:
-        if not self.options.bias:
-            return 0
-        return jnp.expand_dims(self.biases[name][...].astype(dtype), (0, 1))
-
-    def _dropout(self, key: jax.Array | None) -> reference.Dropout | None:
-        if key is None or self.options.dropout == 0:
-            return None
-        return reference.Dropout(self.options.dropout, key)
-
-    def _heads(self, q_BTNH, k_BSKH, v_BSKE, sequences, probe, dropout_key) -> jax.Array:
-        """Output of every head, before W_O."""
-        options = {
-            **sequences,
-            "scale": self.options.scale,
-            "sink_N": None if self.sink_N is None else self.sink_N[...],
-            "dropout": self._dropout(dropout_key),
-        }
-        if probe is not None and probe.wants("pattern"):
-            head_BTNE = ops.attend_with_pattern(
-                q_BTNH, k_BSKH, v_BSKE, self.mask, lambda p: probe("pattern", p), **options
-            )
-        else:
-            head_BTNE = ops.attend(
-                q_BTNH,
-                k_BSKH,
-                v_BSKE,
-                self.mask,
-                implementation=self.context.implementation,
-                **options,
-            )
-        return head_BTNE if probe is None else probe("head", head_BTNE)
+    def cache_bytes(self, length: int) -> int:
+        """Bytes that one sequence of ``length`` positions keeps: the formula of both caches."""
+        return self.heads.cache_bytes(length) + self.global_heads.cache_bytes(length)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from attention import reference
 from attention.masks import Mask
+from attention.pallas import gpu
 from attention.reference import Dropout
 
 
@@ -73,6 +74,7 @@ class Implementation:
 
 
 IMPLEMENTATIONS = {
+    "gpu": Implementation(gpu.run, gpu.cannot, gpu.unwise),
     "reference": Implementation(_reference, lambda call: None, lambda call: None),
 }
 
@@ -126,7 +128,8 @@ def attend(
       out_BTNE in the dtype of v.
 
     Raises:
-      ValueError: shapes that do not fit together.
+      ValueError: shapes that do not fit together, or arrays that are not floating-point.
+      TypeError: the mask is none.
       NotImplementedError: the named implementation cannot run this call; the reason is given.
     """
     return attend_with_lse(
@@ -221,13 +224,17 @@ def _checked(
     for name, array in (("q_BTNH", q_BTNH), ("k_BSKH", k_BSKH), ("v_BSKE", v_BSKE)):
         if len(array.shape) != 4:
             raise ValueError(f"{name} must have 4 axes, got shape {array.shape}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} must have no axis of length 0, got shape {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must hold real floating-point numbers, got {array.dtype}")
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     if k_BSKH.shape != (B, S, K, H):
         raise ValueError(f"k_BSKH {k_BSKH.shape} must agree with q_BTNH {q_BTNH.shape} in B and H")
     if v_BSKE.shape[:3] != (B, S, K):
         raise ValueError(f"v_BSKE {v_BSKE.shape} must agree with k_BSKH {k_BSKH.shape} in B, S, K")
-    if K == 0 or N % K:
+    if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key-value heads")
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be a Mask such as Causal(), got {type(mask).__name__}")

@@ -74,37 +74,41 @@ def masked_softmax(
     if sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(sink))
     top = jnp.where(top == -jnp.inf, 0, top)
-    # Selecting before exp keeps the gradient of the unselected branch from being 0 · inf.
-    numerator = jnp.where(allowed_B1TS, jnp.exp(jnp.where(allowed_B1TS, scores - top, 0)), 0)
+    numerator = jnp.exp(scores - top)
     total = numerator.sum(-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink - top)
     seen = allowed_B1TS.any(-1, keepdims=True)
     total = jnp.where(seen, total, 1)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)
-    return numerator / total, lse[..., 0]
+    # Selected again, so that an infinite cotangent behind the mask meets no product.
+    return jnp.where(allowed_B1TS, numerator / total, 0), lse[..., 0]
 
 
 def isolate(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKE: jax.Array, allowed_BTS: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Selects to 0 what no product may touch, so that garbage behind a mask reaches nothing.
 
     0 · inf is NaN, so a zero weight alone does not isolate a query from a masked key. Keys and
     values that are not finite, or that nobody sees, become 0, and so do queries without a key.
 
     Returns:
-      q, k, v and ``sick_BTK``: the rows that do see a key or value that is not finite; their
-      output is NaN.
+      q, k, v, and two (B, T, K) arrays: the rows that do see a key that is not finite, and those
+      that see a key or a value. The log-sum-exp of the first is NaN, the output of the second.
     """
     allowed_BTS = jnp.broadcast_to(allowed_BTS, (q_BTNH.shape[0], *allowed_BTS.shape[1:]))
-    finite_BSK = jnp.isfinite(k_BSKH).all(-1) & jnp.isfinite(v_BSKE).all(-1)
+    finite_k_BSK = jnp.isfinite(k_BSKH).all(-1)
+    finite_BSK = finite_k_BSK & jnp.isfinite(v_BSKE).all(-1)
     usable = (finite_BSK & allowed_BTS.any(-2)[:, :, None])[..., None]
     q_BTNH = jnp.where(allowed_BTS.any(-1)[:, :, None, None], q_BTNH, 0)
-    seen_sick = jnp.einsum(
-        "bts,bsk->btk", allowed_BTS.astype(jnp.float32), (~finite_BSK).astype(jnp.float32)
-    )
-    return q_BTNH, jnp.where(usable, k_BSKH, 0), jnp.where(usable, v_BSKE, 0), seen_sick > 0
+
+    def sees(key_BSK: jax.Array) -> jax.Array:
+        number = jnp.float32
+        return jnp.einsum("bts,bsk->btk", allowed_BTS.astype(number), key_BSK.astype(number)) > 0
+
+    k_BSKH, v_BSKE = jnp.where(usable, k_BSKH, 0), jnp.where(usable, v_BSKE, 0)
+    return q_BTNH, k_BSKH, v_BSKE, sees(~finite_k_BSK), sees(~finite_BSK)
 
 
 def dense_attention(
@@ -128,7 +132,7 @@ def dense_attention(
     dtype = jnp.promote_types(jnp.float32, q_BTNH.dtype)
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    q_BTNH, k_BSKH, v_BSKE, sick_BTK = isolate(q_BTNH, k_BSKH, v_BSKE, allowed_BTS)
+    q_BTNH, k_BSKH, v_BSKE, bad_key_BTK, bad_BTK = isolate(q_BTNH, k_BSKH, v_BSKE, allowed_BTS)
     q_BTKGH = q_BTNH.astype(dtype).reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH.astype(dtype)) * scale
     sink = None if sink_N is None else sink_N.astype(dtype)
@@ -139,5 +143,7 @@ def dense_attention(
         weights_BNTS = dropout(weights_BNTS)
     kept_BKGTS = weights_BNTS.reshape(B, K, N // K, T, S)
     out = jnp.einsum("bkgts,bske->btkge", kept_BKGTS, v_BSKE.astype(dtype))
-    out = jnp.where(sick_BTK[..., None, None], jnp.nan, out)
+    out = jnp.where(bad_BTK[..., None, None], jnp.nan, out)
+    bad_key_BNT = jnp.repeat(bad_key_BTK, N // K, axis=2).transpose(0, 2, 1)
+    lse_BNT = jnp.where(bad_key_BNT, jnp.nan, lse_BNT)
     return out.reshape(B, T, N, -1).astype(v_BSKE.dtype), lse_BNT

@@ -64,6 +64,9 @@ class Rope:
             raise ValueError(
                 f"rope_width {self.width} is wider than the head, {x_BTNH.shape[-1]} channels"
             )
+        B, T = x_BTNH.shape[:2]
+        if positions_BT.shape not in ((T,), (1, T), (B, T)):
+            raise ValueError(f"positions must be ({T},) or ({B}, {T}), got {positions_BT.shape}")
         dtype = jnp.promote_types(jnp.float32, x_BTNH.dtype)
         frequency_P = self.base ** (-jnp.arange(0, self.width, 2, dtype=dtype) / self.width)
         positions_BT11 = jnp.atleast_2d(positions_BT)[:, :, None, None].astype(dtype)

@@ -13,8 +13,8 @@ rows of a query tile, X = k_tile keys of a key tile, I query tiles.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,156 +23,25 @@ from jax import lax
 
 from attention.masks import Mask
 from attention.masks.values import FULL, PARTIAL
-from attention.tile_table import TileList, TileTable, tile_table
+from attention.tile_table import tile_table
+from attention.tiles import Head, Plan, Segments, in_tiles, padded
 
-# Wide tiles pay the dispatch less often, narrow ones waste less at the edges of a mask. Sides of a
-# tile in rows and keys, and what one costs on 2 cores in float32 at head width 64: dispatch of its
-# products and loops, and per pair of a full and of a masked tile. At 1024 the scores leave the
-# level-2 cache and a pair costs more again.
+if TYPE_CHECKING:
+    from attention.ops import Call
+
+# Wide tiles pay for their dispatch less often, narrow ones waste less at the edges of a mask. The
+# sides of a tile in rows and keys, and what one costs on 2 cores in float32 at head width 64:
+# dispatch, and every pair of a full and of a masked tile. At 1024 the scores leave the level-2
+# cache and a pair costs more again; the head width moves the costs of all sides alike.
 SIDES = (512, 256, 128)
 TILE_US, FULL_NS, PARTIAL_NS = 40, 1.7, 2.6
 
+# Measured on 2 cores, 4 and 8 heads, batches 1 to 64: at 32 × 32 tiles and dense scores cost the
+# same forward and with backward, above tiles win; under 32 queries dense scores are small anyway.
+FEW = 32
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is known before tracing.
-
-    Attributes:
-      groups: G, the query heads of a key-value head.
-      masks_all: segments are data, so no tile is known to be full.
-    """
-
-    mask: Mask
-    scale: float
-    groups: int
-    num_queries: int
-    num_keys: int
-    q_tile: int
-    k_tile: int
-    masks_all: bool
-
-    @property
-    def table(self) -> TileTable:
-        return tile_table(self.mask, self.num_queries, self.num_keys, self.q_tile, self.k_tile)
-
-    @property
-    def rows(self) -> int:
-        return self.q_tile * self.groups
-
-    @property
-    def direction(self) -> float:
-        """scale = direction · size; −1, 0 or 1 multiplies queries exactly in any precision."""
-        return float(np.sign(self.scale))
-
-    @property
-    def size(self) -> float:
-        """Positive, so that the largest product of a row is also its largest score."""
-        return abs(self.scale) or 1.0
-
-    def over_entries(self, tiles: TileList, row, step, carry):
-        """carry = step(column, carry, masked) over the entries of a row, FULL ones unmasked."""
-        first, end, column = map(jnp.asarray, (tiles.start[:-1], tiles.start[1:], tiles.column))
-        split = first if self.masks_all else jnp.asarray(tiles.full_end)
-        full = np.any(tiles.full_end > tiles.start[:-1]) and not self.masks_all
-        partial = np.any(tiles.full_end < tiles.start[1:]) or self.masks_all
-        for occurs, masked, lo, hi in ((full, False, first, split), (partial, True, split, end)):
-            if occurs:
-                carry = lax.fori_loop(
-                    lo[row],
-                    hi[row],
-                    lambda entry, carry, masked=masked: step(column[entry], carry, masked),
-                    carry,
-                )
-        return carry
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-    """Batch entry b and key-value head h, whose tiles it cuts out of whole arrays.
-
-    What an inner loop reads again and again comes from ``_tiles``, where a tile is one contiguous
-    block; what is read or written once comes straight from the caller's layout.
-    """
-
-    plan: _Plan
-    b: jax.Array
-    h: jax.Array
-
-    def tile(self, x_BKIYx: jax.Array, i) -> jax.Array:
-        """(Y, …): tile i of an array made by ``_tiles``."""
-        corner = self.b, self.h, i, *(0,) * (x_BKIYx.ndim - 3)
-        return lax.dynamic_slice(x_BKIYx, corner, (1, 1, 1, *x_BKIYx.shape[3:]))[0, 0, 0]
-
-    def rows(self, x_BTNx: jax.Array, i) -> jax.Array:
-        """(Y, …), the rows of query tile i: its positions, and within each the G heads."""
-        return self._cut(x_BTNx, i, self.plan.q_tile, self.plan.groups)
-
-    def keys(self, x_BSKx: jax.Array, j) -> jax.Array:
-        """(X, …), the keys of key tile j."""
-        return self._cut(x_BSKx, j, self.plan.k_tile, 1)
-
-    def with_rows(self, x_BTNx: jax.Array, i, rows: jax.Array) -> jax.Array:
-        return self._put(x_BTNx, i, rows, self.plan.q_tile, self.plan.groups)
-
-    def with_keys(self, x_BSKx: jax.Array, j, keys: jax.Array) -> jax.Array:
-        return self._put(x_BSKx, j, keys, self.plan.k_tile, 1)
-
-    def _cut(self, x, i, tile, heads):
-        corner = self.b, i * tile, self.h * heads, *(0,) * (x.ndim - 3)
-        cut = lax.dynamic_slice(x, corner, (1, tile, heads, *x.shape[3:]))
-        return cut.reshape(tile * heads, *x.shape[3:])
-
-    def _put(self, x, i, values, tile, heads):
-        corner = self.b, i * tile, self.h * heads, *(0,) * (x.ndim - 3)
-        values = values.astype(x.dtype).reshape(1, tile, heads, *x.shape[3:])
-        return lax.dynamic_update_slice(x, values, corner)
-
-    def allowed(self, segments: _Segments, i, j, q_axis: int) -> jax.Array:
-        """Which pairs of tile (i, j) may meet: (Y, X) for q_axis 0, (X, Y) for q_axis 1."""
-        plan = self.plan
-        row_Y = np.repeat(np.arange(plan.q_tile, dtype=np.int32), plan.groups)
-        q_index = jnp.asarray(row_Y) + (i * plan.q_tile + plan.table.offset)
-        k_index = jnp.arange(plan.k_tile, dtype=jnp.int32) + j * plan.k_tile
-        q_index, k_index = jnp.expand_dims(q_index, 1 - q_axis), jnp.expand_dims(k_index, q_axis)
-        allowed = plan.mask(q_index, k_index)
-        if plan.num_keys % plan.k_tile:
-            allowed = allowed & (k_index < plan.num_keys)
-        q_segment = k_segment = None
-        if segments.q_BT is not None:
-            q_segment = lax.dynamic_slice(
-                segments.q_BT, (self.b, i * plan.q_tile), (1, plan.q_tile)
-            )
-            q_segment = jnp.expand_dims(jnp.repeat(q_segment[0], plan.groups), 1 - q_axis)
-            allowed = allowed & (q_segment != 0)
-        if segments.k_BS is not None:
-            k_segment = lax.dynamic_slice(
-                segments.k_BS, (self.b, j * plan.k_tile), (1, plan.k_tile)
-            )
-            k_segment = jnp.expand_dims(k_segment[0], q_axis)
-            allowed = allowed & (k_segment != 0)
-        if q_segment is not None and k_segment is not None:
-            allowed = allowed & (q_segment == k_segment)
-        return allowed
-
-
-@dataclasses.dataclass(frozen=True)
-class _Segments:
-    q_BT: jax.Array | None
-    k_BS: jax.Array | None
-
-
-def _padded(x, tile: int):
-    """Zeros after the end of axis 1, up to a whole number of tiles; no copy where none is due."""
-    short = -x.shape[1] % tile
-    return jnp.pad(x, ((0, 0), (0, short), *((0, 0),) * (x.ndim - 2))) if short else x
-
-
-def _tiles(x_BLNx: jax.Array, tile: int, heads: int = 1) -> jax.Array:
-    """(B, length, N, …) → (B, N/heads, tiles, tile · heads, …): every tile one contiguous block."""
-    B, length, N, *rest = x_BLNx.shape
-    x = x_BLNx.reshape(B, length // tile, tile, N // heads, heads, *rest)
-    x = x.transpose(0, 3, 1, 2, 4, *range(5, x.ndim))
-    return x.reshape(B, N // heads, length // tile, tile * heads, *rest)
+# Off the CPU a loop of small products leaves the chip idle, so dense goes first while it fits.
+DENSE_BYTES = 1 << 30
 
 
 def _dot(a, b, a_axis: int, b_axis: int, dtype):
@@ -187,63 +56,71 @@ def _dtypes(q, k, v):
     return (common if common == jnp.bfloat16 else wide), wide
 
 
-def _inputs(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
+def _inputs(plan: Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
     """Padded inputs, and finite_BSK: whether a key and its value are usable."""
     q, k, v = (
-        _padded(q_BTNH, plan.q_tile),
-        _padded(k_BSKH, plan.k_tile),
-        _padded(v_BSKE, plan.k_tile),
+        padded(q_BTNH, plan.q_tile),
+        padded(k_BSKH, plan.k_tile),
+        padded(v_BSKE, plan.k_tile),
     )
-    segments = _Segments(
-        None if q_segments is None else _padded(q_segments, plan.q_tile),
-        None if k_segments is None else _padded(k_segments, plan.k_tile),
+    segments = Segments(
+        None if q_segments is None else padded(q_segments, plan.q_tile),
+        None if k_segments is None else padded(k_segments, plan.k_tile),
     )
-    return q, k, v, segments, jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+    finite_k_BSK = jnp.isfinite(k).all(-1)
+    return q, k, v, segments, finite_k_BSK, finite_k_BSK & jnp.isfinite(v).all(-1)
 
 
-def _sees_sick(plan: _Plan, segments, finite_BSK, sick_BTN):
-    """Marks the rows that see a key or value that is not finite; free while there is none."""
+def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, nobody_BTN):
+    """The rows that see a key that is not finite, and those that see a key or value that is not.
+
+    Free while all are finite.
+    """
     B, _, K = finite_BSK.shape
     tiles = plan.table.by_query
 
-    def row(n, sick_BTN):
+    def row(n, seen):
         z, i = n // tiles.num_rows, n % tiles.num_rows
-        head = _Head(plan, z // K, z % K)
+        head = Head(plan, z // K, z % K)
 
         def step(j, seen_Y, masked):
             pairs = head.allowed(segments, i, j, q_axis=0)
-            return seen_Y | (pairs & ~head.keys(finite_BSK, j)[None]).any(1)
+            return tuple(
+                seen | (pairs & ~head.keys(finite, j)[None]).any(1)
+                for seen, finite in zip(seen_Y, (finite_k_BSK, finite_BSK), strict=True)
+            )
 
-        seen_Y = plan.over_entries(tiles, i, step, jnp.zeros(plan.rows, bool))
-        return head.with_rows(sick_BTN, i, seen_Y)
+        seen_Y = plan.over_entries(tiles, i, step, (jnp.zeros(plan.rows, bool),) * 2)
+        return tuple(head.with_rows(x, i, y) for x, y in zip(seen, seen_Y, strict=True))
 
     return lax.cond(
         finite_BSK.all(),
-        lambda sick_BTN: sick_BTN,
-        lambda sick_BTN: lax.fori_loop(0, B * K * tiles.num_rows, row, sick_BTN),
-        sick_BTN,
+        lambda seen: seen,
+        lambda seen: lax.fori_loop(0, B * K * tiles.num_rows, row, seen),
+        (nobody_BTN, nobody_BTN),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
+def _attend(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
     return _forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments)[0]
 
 
-def _forward(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
+def _forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
     arguments = q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments
     dtype, wide = _dtypes(q_BTNH, k_BSKH, v_BSKE)
-    q, k, v, segments, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
+    q, k, v, segments, *finite = _inputs(plan, *arguments[:3], *arguments[4:])
+    finite_BSK = finite[1]
     (B, padded_T, N), (K, E) = q.shape[:3], v.shape[2:]
     k, v = (
-        _tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
+        in_tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
     )
     tiles = plan.table.by_query
     Y = plan.rows
 
     def row(n, carry):
         z, i = n // tiles.num_rows, n % tiles.num_rows
-        head = _Head(plan, z // K, z % K)
+        head = Head(plan, z // K, z % K)
         q_YH = head.rows(q, i).astype(dtype) * plan.direction
 
         def step(j, carry, masked):
@@ -277,38 +154,39 @@ def _forward(plan: _Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments
     statistic_BTN = jnp.zeros((B, padded_T, N), wide)
     start = jnp.zeros((B, padded_T, N, E), v_BSKE.dtype), *(statistic_BTN,) * 3
     out_BTNE, lse_BTN, base_BTN, share_BTN = lax.fori_loop(0, B * K * tiles.num_rows, row, start)
-    sick_BTN = _sees_sick(plan, segments, finite_BSK, jnp.zeros((B, padded_T, N), bool))
-    out_BTNE = jnp.where(sick_BTN[..., None], jnp.nan, out_BTNE)[:, : plan.num_queries]
-    outputs = out_BTNE, lse_BTN[:, : plan.num_queries].swapaxes(1, 2)
-    return outputs, (arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, sick_BTN)
+    nobody_BTN = jnp.zeros((B, padded_T, N), bool)
+    bad_key_BTN, bad_BTN = _sees_bad(plan, segments, *finite, nobody_BTN)
+    kept = arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, bad_key_BTN, bad_BTN
+    out_BTNE = jnp.where(bad_BTN[..., None], jnp.nan, out_BTNE)[:, : plan.num_queries]
+    lse_BTN = jnp.where(bad_key_BTN, jnp.nan, lse_BTN)[:, : plan.num_queries]
+    return (out_BTNE, lse_BTN.swapaxes(1, 2)), kept
 
 
-def _backward(plan: _Plan, kept, cotangents):
-    arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, sick_BTN = kept
+def _backward(plan: Plan, kept, cotangents):
+    arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, bad_key_BTN, bad_BTN = kept
     sink_N = arguments[3]
     dtype, wide = _dtypes(*arguments[:3])
-    q, k, v, segments, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
-    (B, padded_T, N, H), (K, E) = q.shape, v.shape[2:]
+    q, k, v, segments, _, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
+    (B, padded_T, _, H), (K, E) = q.shape, v.shape[2:]
     tiles, num_q_tiles = plan.table.by_key, plan.table.by_query.num_rows
 
     # Rows that pass no gradient are selected to 0, lest a 0 weight meets inf or NaN.
     empty_BTN = lse_BTN == -jnp.inf
-    mute_BTN = empty_BTN | sick_BTN
-    do = _padded(cotangents[0], plan.q_tile)
-    out = _padded(out_BTNE, plan.q_tile)
-    dlse_BTN = _padded(cotangents[1].swapaxes(1, 2), plan.q_tile)
+    mute_BTN = empty_BTN | bad_BTN
+    do = padded(cotangents[0], plan.q_tile)
+    dlse_BTN = padded(cotangents[1].swapaxes(1, 2), plan.q_tile)
     # ds = p · (dp − Σ_j p dp + dlse), and Σ_j p dp = do · out. With p = e · share, the share goes
     # to do and to the sum, which are small, and e alone is as large as the tile.
-    pull_BTN = jnp.where(mute_BTN, 0, (do.astype(wide) * out.astype(wide)).sum(-1))
-    pull_BTN = pull_BTN - jnp.where(empty_BTN, 0, dlse_BTN)
+    pull_BTN = jnp.where(mute_BTN, 0, (do.astype(wide) * out_BTNE.astype(wide)).sum(-1))
+    pull_BTN = pull_BTN - jnp.where(empty_BTN | bad_key_BTN, 0, dlse_BTN)
     do = jnp.where(mute_BTN[..., None], 0, do * share_BTN[..., None]).astype(dtype)
     q_rows = jnp.where(empty_BTN[..., None], 0, q).astype(dtype) * plan.direction
     q_rows, do, base, pull = (
-        _tiles(x, plan.q_tile, plan.groups) for x in (q_rows, do, base_BTN, pull_BTN * share_BTN)
+        in_tiles(x, plan.q_tile, plan.groups) for x in (q_rows, do, base_BTN, pull_BTN * share_BTN)
     )
 
     def one_head(z, carry):
-        head = _Head(plan, z // K, z % K)
+        head = Head(plan, z // K, z % K)
 
         def column(j, carry):
             dq_IHY, dk, dv = carry
@@ -347,9 +225,7 @@ def _backward(plan: _Plan, kept, cotangents):
         dq_IHY = jnp.zeros((num_q_tiles, H, plan.rows), wide)
         dq_IHY, dk, dv = lax.fori_loop(0, tiles.num_rows, column, (dq_IHY, dk, dv))
         dq_TGH = (dq_IHY.swapaxes(1, 2) * plan.scale).reshape(padded_T, plan.groups, H)
-        corner = head.b, 0, head.h * plan.groups, 0
-        dq = lax.dynamic_update_slice(dq, dq_TGH[None].astype(dq.dtype), corner)
-        return dq, dk, dv
+        return head.with_all_rows(dq, dq_TGH), dk, dv
 
     dq, dk, dv = lax.fori_loop(0, B * K, one_head, tuple(map(jnp.zeros_like, (q, k, v))))
     dsink_N = None
@@ -379,24 +255,38 @@ def _tile_sizes(mask: Mask, T: int, S: int, groups: int) -> tuple[int, int]:
     return min(map(fitted, SIDES), key=microseconds)
 
 
-def run(call, tiles=None) -> tuple[jax.Array, jax.Array]:
+def run(call: Call) -> tuple[jax.Array, jax.Array]:
     """Call → (out_BTNE, lse_BNT), for the front door."""
     (_, T, N, _), (_, S, K, _) = call.q_BTNH.shape, call.k_BSKH.shape
-    plan = _Plan(
-        call.mask,
-        float(call.scale),
-        N // K,
-        T,
-        S,
-        *(tiles or _tile_sizes(call.mask, T, S, N // K)),
-        call.q_segments is not None or call.k_segments is not None,
-    )
-    return _attend(
-        plan,
-        call.q_BTNH,
-        call.k_BSKH,
-        call.v_BSKE,
-        call.sink_N,
-        call.q_segments,
-        call.k_segments,
-    )
+    segmented = call.q_segments is not None or call.k_segments is not None
+    sizes = _tile_sizes(call.mask, T, S, N // K)
+    plan = Plan(call.mask, float(call.scale), N // K, T, S, *sizes, masks_all=segmented)
+    inputs = call.q_BTNH, call.k_BSKH, call.v_BSKE, call.sink_N
+    return _attend(plan, *inputs, call.q_segments, call.k_segments)
+
+
+def cannot(call: Call) -> str | None:
+    """Why tiles cannot run this call, or None; known from shapes and static values."""
+    if call.q_index is not None or call.k_index is not None:
+        return "explicit positions, as of a cache, are data: which tiles are empty is not known"
+    if call.dropout is not None:
+        return "dropout is not made tile by tile; the reference drops weights"
+    if isinstance(call.scale, jax.Array):
+        return "scale is an array; it must be a number, multiply the queries instead"
+    if not call.q_BTNH.shape[1] or not call.k_BSKH.shape[1]:
+        return "there are no queries or no keys to cut into tiles"
+    return None
+
+
+def unwise(call: Call) -> str | None:
+    """Why "auto" should pass tiles over although they could run the call, or None."""
+    (B, T, N, _), S = call.q_BTNH.shape, call.k_BSKH.shape[1]
+    platform = jax.default_backend()
+    if platform == "cpu":
+        if min(T, S) < FEW:
+            return f"with fewer than {FEW} queries or keys ({T} × {S}) dense is as fast"
+        return None
+    dense = 4 * B * N * T * S
+    if dense <= DENSE_BYTES:
+        return f"made for the CPU; on a {platform} dense is one product and its {dense} B fit"
+    return None

@@ -27,6 +27,21 @@ def multi_head(**changes) -> ConfigDict:
     return group
 
 
+def linear(**changes) -> ConfigDict:
+    """Options of linear attention; see ``attention.linear``."""
+    group = ConfigDict(
+        {
+            "variant": "linear",
+            "num_kv_heads": placeholder(int),
+            "rope_width": placeholder(int),
+            "feature_map": "elu",  # or "relu", "softmax", "taylor"
+            "smeared_keys": False,
+        }
+    )
+    group.update(changes)
+    return group
+
+
 def get_config() -> ConfigDict:
     """The defaults: two layers that learn copying and induction in about a minute on 2 cores."""
     config = ConfigDict()
@@ -53,6 +68,22 @@ def get_config() -> ConfigDict:
     attention.mha = multi_head()
     attention.gqa = multi_head(num_kv_heads=2)
     attention.mqa = multi_head(num_kv_heads=1)
+    attention.causal = multi_head()
+    attention.smeared = multi_head(smeared_keys=True)
+    attention.full = multi_head(variant="full")
+    attention.prefix = multi_head(variant="prefix", prefix=8)  # positions that see each other
+    attention.window = multi_head(variant="window", window=16)  # positions, its own included
+    attention.streaming = multi_head(variant="streaming", window=16, first=2)
+    attention.longformer = multi_head(
+        variant="longformer", window=16, num_global=2, global_projections=False
+    )
+    attention.longformer_encoder = multi_head(
+        variant="longformer_encoder", window=16, num_global=2, global_projections=False
+    )
+    attention.masked = multi_head(
+        variant="masked", mask_expression="Causal() & (Window(16) | First(1))"
+    )
+    attention.linear = linear()
 
     config.task = task = ConfigDict()
     task.vocab_size = 64  # ids, the four special ones included
@@ -69,6 +100,8 @@ def get_config() -> ConfigDict:
     config.train = train = ConfigDict()
     train.steps = 1000  # optimizer steps
     train.batch_size = 64  # sequences
+    train.objective = "next_token"  # or "masked_token", or "sequence_to_sequence"
+    train.mask_rate = placeholder(float)  # share of tokens hidden; with "masked_token" only
     train.loss_on = "answers"  # or "all": every position but padding
     train.log_every = 50  # steps between two lines of metrics.jsonl
     train.eval_every = 100  # steps between two evaluations

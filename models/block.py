@@ -40,7 +40,8 @@ class Block(nnx.Module):
             probe=probe,
             dropout_key=dropout_key,
         )
-        x_BTD = x_BTD + y_BTD
-        if self.mlp is not None:
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD, cache
+        return self.feed_forward(x_BTD + y_BTD), cache
+
+    def feed_forward(self, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream after the MLP, if there is one."""
+        return x_BTD if self.mlp is None else x_BTD + self.mlp(self.mlp_norm(x_BTD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +79,16 @@ class DecoderOptions:
             )
         if self.head_width is not None and self.head_width < 1:
             raise ValueError(f"model.head_width must be at least 1, got {self.head_width}")
-        if not self.pattern or len(self.pattern) != len(self.layers):
+        self.check_layers("pattern", self.pattern, self.layers)
+
+    def check_layers(self, option: str, pattern: tuple, layers: tuple) -> None:
+        """Raises ValueError where a pattern is empty, or one of its layers does not fit."""
+        if not pattern or len(pattern) != len(layers):
             raise ValueError(
-                f"model.pattern must name at least one attention group, got {self.pattern} for "
-                f"{len(self.layers)} layers"
+                f"model.{option} must name at least one attention group, got {pattern} for "
+                f"{len(layers)} layers"
             )
-        for name, layer in zip(self.pattern, self.layers, strict=True):
+        for name, layer in zip(pattern, layers, strict=True):
             try:
                 layer.check(self.context())
             except ValueError as error:
@@ -107,9 +112,19 @@ class DecoderOptions:
         """Attention options of layer ``index``."""
         return self.layers[index % len(self.layers)]
 
+    def all_layers(self) -> list:
+        """Attention options of all layers in turn."""
+        return [self.layer(i) for i in range(self.num_layers)]
+
+    def build(self, rngs: nnx.Rngs) -> Decoder:
+        """The model."""
+        return Decoder(self, rngs)
+
 
 class Decoder(nnx.Module):
     """logits = norm(blocks(embedding[tokens])) W_head."""
+
+    reads_source: ClassVar[bool] = False
 
     def __init__(self, options: DecoderOptions, rngs: nnx.Rngs):
         self.options = options
@@ -119,10 +134,7 @@ class Decoder(nnx.Module):
         self.w_position_TD = (
             nnx.Param(matrix(rngs.params(), (options.max_length, D), D)) if learned else None
         )
-        self.blocks = nnx.List(
-            Block(options.layer(i), options.context(), options.mlp, options.d_ff, rngs)
-            for i in range(options.num_layers)
-        )
+        self.blocks = nnx.List(self._block(i, rngs) for i in range(options.num_layers))
         self.norm = RMSNorm(D)
         self.w_head_DV = None if options.tied_head else nnx.Param(matrix(rngs.params(), (D, V), D))
 
@@ -145,27 +157,35 @@ class Decoder(nnx.Module):
           segments_BT, probe, dropout_key: see the layer contract in ``attention``.
           caches: one a layer, from ``init_caches`` or an earlier call.
         """
+        return self._logits(
+            tokens_BT, positions_BT, caches, probe, dropout_key, segments_BT=segments_BT
+        )
+
+    def _block(self, index: int, rngs: nnx.Rngs) -> Block:
+        options = self.options
+        return Block(options.layer(index), options.context(), options.mlp, options.d_ff, rngs)
+
+    def _logits(self, tokens_BT, positions_BT, caches, probe, dropout_key, **common):
+        """What a call returns; ``common`` are the arguments that all layers share."""
         check_ids("token id", tokens_BT, self.options.vocab_size)
         if positions_BT is None:
             if caches is not None:
                 raise ValueError("with caches, positions_BT must say where the tokens stand")
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        x_BTD = self._embed(tokens_BT, positions_BT)
-        new_caches = None if caches is None else []
-        for i, block in enumerate(self.blocks):
-            x_BTD, cache = block(
-                x_BTD,
-                positions_BT,
-                segments_BT=segments_BT,
-                cache=None if caches is None else caches[i],
-                probe=None if probe is None else probe.at(f"layer{i}"),
-                dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, i),
-            )
-            if caches is not None:
-                new_caches.append(cache)
-        return self.unembed(self.norm(x_BTD)), new_caches
+        x_BTD, caches = run_blocks(
+            self.blocks,
+            self.embed(tokens_BT, positions_BT),
+            positions_BT,
+            name="layer",
+            caches=caches,
+            probe=probe,
+            dropout_key=dropout_key,
+            **common,
+        )
+        return self.unembed(self.norm(x_BTD)), caches
 
-    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Activations of tokens where they stand, with learned positions if there are any."""
         x_BTD = lookup(self.w_embed_VD[...], tokens_BT)
         if self.w_position_TD is not None:
             check_ids("position", positions_BT, self.options.max_length)
@@ -187,6 +207,36 @@ class Decoder(nnx.Module):
             f"layer{i}": block.attention.implementation(batch, length)
             for i, block in enumerate(self.blocks)
         }
+
+
+def run_blocks(
+    blocks,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    name: str,
+    caches: list | None = None,
+    probe: Probe | None = None,
+    dropout_key: jax.Array | None = None,
+    **common,
+) -> tuple[jax.Array, list | None]:
+    """The residual stream after blocks that the probe knows as name0, name1, …, and their caches.
+
+    Every block draws its own dropout; ``common`` goes to all of them.
+    """
+    new_caches = None if caches is None else []
+    for i, block in enumerate(blocks):
+        x_BTD, cache = block(
+            x_BTD,
+            positions_BT,
+            cache=None if caches is None else caches[i],
+            probe=None if probe is None else probe.at(f"{name}{i}"),
+            dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, i),
+            **common,
+        )
+        if caches is not None:
+            new_caches.append(cache)
+    return x_BTD, new_caches
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

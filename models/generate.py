@@ -1,4 +1,4 @@
-"""Sampling from a decoder through its caches: the prompt in one call, then token by token."""
+"""Sampling from a model through its caches: the prompt in one call, then token by token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from models.decoder import Decoder, check_ids
+from models.encoder_decoder import check_memory
 
 
 def generate(
@@ -18,6 +19,8 @@ def generate(
     num_tokens: int,
     *,
     prompt_segments_BT: jax.Array | None = None,
+    source_BS: jax.Array | None = None,
+    source_segments_BS: jax.Array | None = None,
     temperature: float = 0.0,
     key: jax.Array | None = None,
     caches: list | None = None,
@@ -25,10 +28,12 @@ def generate(
     """Continues each prompt by ``num_tokens`` tokens, the whole loop in one compiled program.
 
     Args:
-      model: the decoder.
+      model: a decoder, or an encoder-decoder.
       prompt_BT: token ids; prompts of unequal length are padded on the left or on the right.
       num_tokens: how many tokens to add, at least 1.
       prompt_segments_BT: 1 for tokens, 0 for padding; default all tokens.
+      source_BS: what an encoder-decoder reads, encoded once; needed unless ``caches`` hold it.
+      source_segments_BS: 1 for tokens, 0 for padding; default all tokens.
       temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
       key: of the sampling; needed where temperature > 0.
       caches: to use again, from an earlier call; default new ones of the length needed.
@@ -38,7 +43,8 @@ def generate(
 
     Raises:
       ValueError: a prompt without a token, ids out of range, positions past the learned ones or
-        past the end of the caches, or a temperature that does not fit.
+        past the end of the caches, a temperature that does not fit, or a source that is missing,
+        that the model does not read, or that has other rows than the prompt.
     """
     prompt_BT = jnp.asarray(prompt_BT, jnp.int32)
     if prompt_segments_BT is None:
@@ -47,23 +53,33 @@ def generate(
     _check(model, prompt_BT, prompt_segments_BT, lengths, num_tokens, temperature, key)
     # The last new token is returned but never read.
     needed = int(lengths.max()) + num_tokens - 1
+    source_BS, source_segments_BS = _source(
+        model, source_BS, source_segments_BS, prompt_BT.shape[0], caches
+    )
     if caches is None:
-        caches = model.init_caches(prompt_BT.shape[0], needed)
+        memory_length = () if source_BS is None else (source_BS.shape[1],)
+        caches = model.init_caches(prompt_BT.shape[0], needed, *memory_length)
     _check_room(caches, needed)
     graph, params = nnx.split(model)
     key = jax.random.key(0) if key is None else key
     segments_BT = (prompt_segments_BT != 0).astype(jnp.int32)
     return _generate(
-        graph, num_tokens, temperature > 0, params, prompt_BT, segments_BT, caches, key,
-        jnp.float32(temperature),
+        graph, num_tokens, temperature > 0, params, prompt_BT, segments_BT, source_BS,
+        source_segments_BS, caches, key, jnp.float32(temperature),
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graph, num_tokens, samples, params, prompt_BT, segments_BT, caches, key, temperature):
+def _generate(
+    graph, num_tokens, samples, params, prompt_BT, segments_BT, source_BS, source_segments_BS,
+    caches, key, temperature,
+):  # fmt: skip
     model = nnx.merge(graph, params)
+    read = {} if source_BS is None else {"memory": model.encode(source_BS, source_segments_BS)}
     positions_BT = jnp.maximum(jnp.cumsum(segments_BT, axis=1) - 1, 0)
-    logits_BTV, caches = model(prompt_BT, positions_BT, segments_BT=segments_BT, caches=caches)
+    logits_BTV, caches = model(
+        prompt_BT, positions_BT, segments_BT=segments_BT, caches=caches, **read
+    )
     T = prompt_BT.shape[1]
     last_B = jnp.where(segments_BT != 0, jnp.arange(T)[None], -1).max(1)
     logits_BV = jnp.take_along_axis(logits_BTV, last_B[:, None, None], axis=1)[:, 0]
@@ -101,12 +117,42 @@ def _check(model, prompt_BT, segments_BT, lengths, num_tokens, temperature, key)
     if temperature > 0 and key is None:
         raise ValueError(f"sampling at temperature {temperature} needs a key")
     check_ids("token id", prompt_BT, model.options.vocab_size)
-    last = int(lengths.max()) + num_tokens - 2
+    _check_learned(model, "position", int(lengths.max()) + num_tokens - 2)
+
+
+def _check_learned(model, name, last) -> None:
     if model.options.position == "learned" and last >= model.options.max_length:
         raise ValueError(
-            f"position {last} is outside the {model.options.max_length} learned positions "
+            f"{name} {last} is outside the {model.options.max_length} learned positions "
             "(model.max_length)"
         )
+
+
+def _source(model, source_BS, segments_BS, batch, caches):
+    """The source and its segments, both or neither."""
+    if source_BS is None and segments_BS is not None:
+        raise ValueError("source_segments_BS is given, but source_BS is not")
+    if not model.reads_source:
+        if source_BS is not None:
+            raise ValueError("a decoder reads no source; only an encoder-decoder does")
+        return None, None
+    if source_BS is None:
+        if caches is None:
+            raise ValueError("an encoder-decoder needs source_BS, or caches that hold a memory")
+        check_memory(None, caches, batch)
+        return None, None
+    source_BS = jnp.asarray(source_BS, jnp.int32)
+    if segments_BS is None:
+        segments_BS = jnp.ones_like(source_BS)
+    if source_BS.ndim != 2 or source_BS.shape[0] != batch or segments_BS.shape != source_BS.shape:
+        raise ValueError(
+            f"source_BS and source_segments_BS must be (B, S) alike for {batch} prompts, got "
+            f"{source_BS.shape} and {segments_BS.shape}"
+        )
+    check_ids("source id", source_BS, model.options.vocab_size)
+    last = int(np.asarray(segments_BS != 0).sum(-1).max(initial=0)) - 1
+    _check_learned(model, "source position", last)
+    return source_BS, jnp.asarray(segments_BS, jnp.int32)
 
 
 def _check_room(caches: list, needed: int) -> None:

@@ -1,11 +1,12 @@
 #!/bin/sh
-# setup.sh REQUIREMENTS: makes .venv when it is missing or broken and installs REQUIREMENTS at the
-# versions of constraints.txt. Does nothing when that was done before with the same files.
+# setup.sh REQUIREMENTS [VENV]: makes VENV, by default .venv, when it is missing or broken and
+# installs REQUIREMENTS there at the versions of constraints.txt. Does nothing when that was done
+# before with the same files.
 set -eu
 cd "$(dirname "$0")/.."
 
 requirements=$1
-venv=.venv
+venv=${2:-.venv}
 python=$venv/bin/python
 stamp=$venv/$requirements.installed
 # Present while an installation runs. One that was cut short can leave packages that pip takes for

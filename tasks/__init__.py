@@ -12,8 +12,9 @@ from tasks.mixture import Mixture
 from tasks.recall import Recall
 from tasks.streams import dropout_key, evaluation_key, init_key, train_key
 from tasks.task import Task
+from tasks.transduction import SourceCopy, SourceReverse
 
-TASKS = {task.name: task for task in (Copy, Induction, Recall, Markov)}
+TASKS = {task.name: task for task in (Copy, Induction, Recall, Markov, SourceCopy, SourceReverse)}
 
 __all__ = [
     "TASKS",
@@ -23,6 +24,8 @@ __all__ = [
     "Markov",
     "Mixture",
     "Recall",
+    "SourceCopy",
+    "SourceReverse",
     "Task",
     "dropout_key",
     "evaluation_key",

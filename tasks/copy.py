@@ -33,6 +33,7 @@ class Copy:
     """
 
     name: ClassVar[str] = "copy"
+    has_source: ClassVar[bool] = False
 
     vocab_size: int
     length: int

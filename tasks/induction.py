@@ -34,6 +34,7 @@ class Induction:
     """
 
     name: ClassVar[str] = "induction"
+    has_source: ClassVar[bool] = False
 
     vocab_size: int
     length: int

@@ -32,6 +32,7 @@ class Markov:
     """
 
     name: ClassVar[str] = "markov"
+    has_source: ClassVar[bool] = False
 
     vocab_size: int
     length: int

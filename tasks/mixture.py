@@ -26,7 +26,8 @@ class Mixture:
       shares: one non-negative weight per task; they need not sum to 1.
 
     Raises:
-      ValueError: no task, shares that are no shares, or tasks that differ in vocabulary or length.
+      ValueError: no task, shares that are no shares, tasks that differ in vocabulary or length, or
+        rows with a source and rows without one.
     """
 
     name: ClassVar[str] = "mixture"
@@ -55,6 +56,14 @@ class Mixture:
             if len(set(values)) > 1:
                 found = ", ".join(f"{task.name} has {getattr(task, option)}" for task in self.tasks)
                 raise ValueError(f"task.{option} must be the same for all mixed tasks, but {found}")
+        drawn = [task for task, share in zip(self.tasks, self.shares, strict=True) if share > 0]
+        if len({task.has_source for task in drawn}) > 1:
+            with_source = ", ".join(task.name for task in drawn if task.has_source)
+            without = ", ".join(task.name for task in drawn if not task.has_source)
+            raise ValueError(
+                f"{with_source} cannot be mixed with {without}: the former have a source for an "
+                "encoder, the latter have none; set the share of one kind to 0"
+            )
 
     @property
     def vocab_size(self) -> int:

@@ -10,16 +10,28 @@ _MARGIN = 9
 
 
 def draw_row(batch: Batch, row: int = 0) -> str:
-    """Two lines of text, wrapped: tokens, and below each the target where its weight is not 0."""
+    """The source if there is one, then tokens, and below each the target where its weight is not 0.
+
+    Lines are wrapped.
+    """
     reads = [token_name(token) for token in batch.tokens_BT[row].tolist()]
     targets = [token_name(token) for token in batch.targets_BT[row].tolist()]
     weights = batch.weights_BT[row].tolist()
     answers = [name if weight else "" for name, weight in zip(targets, weights, strict=True)]
-    width = 1 + max(len(name) for name in reads + answers)
+    lines = []
+    if batch.source_BS is not None:
+        source = [token_name(token) for token in batch.source_BS[row].tolist()]
+        lines += _wrapped({"source": source})
+    return "\n".join(lines + _wrapped({"reads": reads, "answers": answers}))
+
+
+def _wrapped(table: dict[str, list[str]]) -> list[str]:
+    """Rows of cells under each other, in groups of as many columns as a line holds."""
+    width = 1 + max(len(cell) for cells in table.values() for cell in cells)
     per_line = max(1, (_COLUMNS - _MARGIN) // width)
     lines = []
-    for start in range(0, len(reads), per_line):
-        for label, cells in (("reads", reads), ("answers", answers)):
+    for start in range(0, max(map(len, table.values())), per_line):
+        for label, cells in table.items():
             text = "".join(cell.rjust(width) for cell in cells[start : start + per_line])
             lines.append((label.ljust(_MARGIN) + text).rstrip())
-    return "\n".join(lines)
+    return lines

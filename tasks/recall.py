@@ -41,6 +41,7 @@ class Recall:
     """
 
     name: ClassVar[str] = "recall"
+    has_source: ClassVar[bool] = False
 
     vocab_size: int
     length: int

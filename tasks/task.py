@@ -21,6 +21,7 @@ class Task(Protocol):
 
     Attributes:
       name: what configs and metrics call it.
+      has_source: whether its batches have a source, for an encoder to read.
       vocab_size: number of ids, the special ones included; the model's V.
       length: T, the number of tokens the model reads.
       chance: accuracy of the best guesser that remembers nothing of the sequence.
@@ -29,6 +30,7 @@ class Task(Protocol):
     """
 
     name: ClassVar[str]
+    has_source: ClassVar[bool]
     vocab_size: int
     length: int
 

@@ -447,8 +447,7 @@ def test_saved_on_four_devices_restored_on_two_and_on_one(tmp_path):
     script = """
         import sys, jax, jax.numpy as jnp, numpy as np
         from jax.sharding import NamedSharding, PartitionSpec as P
-        from training import manifest
-from training.checkpoint import Checkpoints
+        from training.checkpoint import Checkpoints
         from training.state import TrainState
 
         def state_on(count):
@@ -487,8 +486,7 @@ def test_a_kill_during_a_save_leaves_the_one_before(tmp_path):
     script = """
         import os, pathlib, signal, sys, threading, time
         from tests.test_checkpoint import noise_state
-        from training import manifest
-from training.checkpoint import Checkpoints
+        from training.checkpoint import Checkpoints
 
         folder, least_bytes = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 
@@ -508,9 +506,8 @@ from training.checkpoint import Checkpoints
     """
     moments = {1: tmp_path / "at the start", 1_000_000: tmp_path / "while writing"}
     processes = [run_python(script, folder, least) for least, folder in moments.items()]
-    for process in processes:
-        process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGKILL
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == 2 * [-signal.SIGKILL], errors
     for folder in moments.values():
         with reopen(folder, keep=1) as checkpoints:
             restored = checkpoints.restore_latest(noise_state(0))

@@ -11,6 +11,9 @@ from attention.feature_maps import FEATURE_MAPS
 from attention.linear_ops import LinearState, chunked, parallel, recurrent, weights
 from tests.oracles import chk, wave
 
+# Compiling is what this file's time goes to. What is exact or measured here is compiled in full.
+quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 FORMS = {
     "parallel": parallel,
     "recurrent": recurrent,
@@ -99,7 +102,7 @@ def evaluate(form, causal=True):
         gradients, (out, final) = jax.grad(loss, (0, 1), has_aux=True)(*arguments)
         return out, final, jax.tree.leaves(gradients)
 
-    return jax.jit(both)
+    return quick(both)
 
 
 WEIGHT = np.random.default_rng(2).normal(size=(4, 13, 4, 3))
@@ -205,7 +208,7 @@ def test_a_split_resumes_exactly(first, second):
 
     def both(function):
         loss = lambda qkv: (jnp.sum(function(qkv)[0] * weight), function(qkv))  # noqa: E731
-        return jax.tree.leaves(jax.jit(jax.grad(loss, has_aux=True))(qkv))
+        return jax.tree.leaves(quick(jax.grad(loss, has_aux=True))(qkv))
 
     for got, want in zip(both(joined), both(whole), strict=True):
         close(got, want)
@@ -240,7 +243,6 @@ def test_garbage_in_padding_reaches_nothing(name, causal, garbage):
     results = []
     for there in (0, garbage):
         inputs = [jnp.where(padding, there, x) for x in qkv]
-        # The tuple, not a list: another pytree would compile again.
         result = evaluate(FORMS[name], causal)(tuple(inputs), state, SEGMENTS, jnp.float32(WEIGHT))
         results.append(jax.tree.leaves(result))
         for gradient in result[2][:3]:
@@ -326,7 +328,7 @@ def test_tiny_features_keep_their_weights(form):
     v = jnp.float32(wave((1, 9, 1, 3), 2.1, 1.0))
     raw = jnp.float32(wave((1, 9, 1, 64), 0.7, 0.0))
 
-    @jax.jit
+    @quick
     def out_and_gradients(q, k):
         def loss(q, k, v):
             out = form(phi(q), phi(k), v)[0]
@@ -376,10 +378,9 @@ def test_memory_is_linear_forward_and_backward():
         step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
         return step.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
 
-    for causal in (True, False):
-        half, whole = temporary_bytes(8192, causal), temporary_bytes(16384, causal)
-        assert whole < 64 * 2**20
-        assert whole < 2.2 * half
+    whole = temporary_bytes(16384, True)
+    assert whole < 2.2 * temporary_bytes(8192, True)
+    assert max(whole, temporary_bytes(16384, False)) < 64 * 2**20  # T × T float32 is 1024 MiB
 
 
 def test_state_bytes_do_not_depend_on_the_length():

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from models.decoder import Decoder
 from models.pure import merge
 from training import environment, optimizer
 from training.checkpoint import Checkpoints
@@ -146,7 +145,7 @@ def _check_finite(step: int, **histories: np.ndarray) -> None:
 
 def _implementations(settings: Settings) -> dict[str, str]:
     shapes = jax.eval_shape(lambda: init_state(settings)).params
-    model: Decoder = merge(graph_of(settings), shapes)
+    model = merge(graph_of(settings), shapes)
     try:
         return model.implementations(settings.train.batch_size, settings.task.length)
     except NotImplementedError as error:

@@ -2,41 +2,114 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Decoder
 from tasks import Batch
-from tasks.vocabulary import PAD
-
-LOSS_ON = ("answers", "all")
+from tasks.vocabulary import MASK, PAD
 
 
-def check_causal(model_layers, first_position: int) -> None:
-    """Refuses next-token training where a counted position could see its own target.
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """Every counted position predicts the token that follows (GPT)."""
 
-    Args:
-      model_layers: attention options of the layers.
-      first_position: the first position whose prediction counts.
+    name: ClassVar[str] = "next_token"
 
-    Raises:
-      ValueError: names the layer and the mask.
+    def check(self, layers: Sequence, first_position: int) -> None:
+        """Refuses a model in which a counted position could see its own target.
+
+        Args:
+          layers: attention options of the layers.
+          first_position: the first position whose prediction counts.
+
+        Raises:
+          ValueError: names the layer and the mask.
+        """
+        for i, layer in enumerate(layers):
+            causal_from = layer.mask().causal_from()
+            if causal_from is None or causal_from > first_position:
+                raise ValueError(
+                    f"train.objective 'next_token' cannot train layer {i}: its mask {layer.mask()} "
+                    f"lets position {first_position}, which counts, see the token it is to "
+                    "predict; use a causal mask, or train.objective=masked_token"
+                )
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """The batch as the model reads it."""
+        del key
+        return batch
+
+    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+        """Logits (B, T, V) of a prepared batch."""
+        return model(batch.tokens_BT, dropout_key=dropout_key)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedToken:
+    """A share of the counted tokens is replaced by MASK, and each is predicted in place (BERT).
+
+    The model reads the whole sequence, T + 1 tokens. Devlin et al. 2018 (arXiv 1810.04805).
+
+    Attributes:
+      mask_rate: probability that a counted token is masked, above 0 and at most 1.
     """
-    for i, layer in enumerate(model_layers):
-        causal_from = layer.mask().causal_from()
-        if causal_from is None or causal_from > first_position:
-            raise ValueError(
-                f"train.objective 'next_token' cannot train layer {i}: its mask {layer.mask()} "
-                f"lets position {first_position}, which counts, see the token it is to predict; "
-                "use a causal mask or another objective"
-            )
+
+    name: ClassVar[str] = "masked_token"
+
+    mask_rate: float
+
+    def __post_init__(self):
+        if not 0 < self.mask_rate <= 1:
+            raise ValueError(f"train.mask_rate must be above 0 and at most 1, got {self.mask_rate}")
+
+    def check(self, layers: Sequence, first_position: int) -> None:
+        """Any mask will do: what is to be predicted is not there to be seen."""
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """The sequences with tokens masked; the weights count these and no others."""
+        tokens_BU = jnp.concatenate([batch.tokens_BT[:, :1], batch.targets_BT], axis=1)
+        counted_BU = jnp.pad(batch.weights_BT, ((0, 0), (1, 0))) > 0
+        masked_BU = counted_BU & jax.random.bernoulli(key, self.mask_rate, tokens_BU.shape)
+        return Batch(
+            jnp.where(masked_BU, MASK, tokens_BU), tokens_BU, masked_BU.astype(jnp.float32)
+        )
+
+    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+        """Logits (B, T + 1, V) of a prepared batch."""
+        return model(batch.tokens_BT, dropout_key=dropout_key)[0]
 
 
-def loss_weights(batch: Batch, loss_on: str) -> jax.Array:
-    """Weight of every position in the loss: the answers alone, or all but padding."""
-    if loss_on == "answers":
-        return batch.weights_BT
+@dataclasses.dataclass(frozen=True)
+class SequenceToSequence(NextToken):
+    """Next-token prediction by a decoder that reads an encoded source sequence."""
+
+    name: ClassVar[str] = "sequence_to_sequence"
+
+    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+        """Logits (B, T, V) of the decoder."""
+        memory = model.encode(batch.source_BS, batch.source_BS != PAD)
+        return model(batch.tokens_BT, memory=memory, dropout_key=dropout_key)[0]
+
+
+OBJECTIVES = {
+    objective.name: objective for objective in (NextToken, MaskedToken, SequenceToSequence)
+}
+
+
+def _answers(batch: Batch) -> jax.Array:
+    return batch.weights_BT
+
+
+def _all_but_padding(batch: Batch) -> jax.Array:
     return (batch.targets_BT != PAD).astype(jnp.float32)
+
+
+# Weights of the positions in the loss.
+LOSS_ON = {"answers": _answers, "all": _all_but_padding}
 
 
 def cross_entropy(
@@ -60,10 +133,12 @@ def cross_entropy(
     return (nll_BT * weights_BT).sum(), weights_BT.sum()
 
 
-def next_token_loss(
-    model: Decoder, batch: Batch, loss_on: str, dropout_key: jax.Array | None
+def mean_loss(
+    objective, model, batch: Batch, loss_on: str, mask_key: jax.Array, dropout_key: jax.Array | None
 ) -> jax.Array:
     """Mean cross-entropy in nats over the positions that count; 0 where none does."""
-    logits_BTV, _ = model(batch.tokens_BT, dropout_key=dropout_key)
-    total, count = cross_entropy(logits_BTV, batch.targets_BT, loss_weights(batch, loss_on))
+    batch = dataclasses.replace(batch, weights_BT=LOSS_ON[loss_on](batch))
+    batch = objective.prepare(batch, mask_key)
+    logits_BTV = objective.logits(model, batch, dropout_key)
+    total, count = cross_entropy(logits_BTV, batch.targets_BT, batch.weights_BT)
     return total / jnp.maximum(count, 1)

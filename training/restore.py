@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from flax import nnx
 
-from models.decoder import Decoder
 from models.pure import merge
 from training.checkpoint import Checkpoints
 from training.run_folder import RunFolder
@@ -21,7 +21,7 @@ class Restored:
     settings: Settings
     step: int
     params: dict
-    model: Decoder
+    model: nnx.Module
 
 
 def restore(folder: RunFolder, checkpoint: str = "last") -> Restored:

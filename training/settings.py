@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from attention import VARIANTS
 from models.decoder import DecoderOptions
 from tasks import TASKS, Mixture, Task
-from training.objective import LOSS_ON, check_causal
+from training.objective import LOSS_ON, OBJECTIVES
 from training.optimizer import OptimizerOptions
 from training.typed import at_least, known, take, whole_number
 
@@ -68,10 +68,12 @@ class Settings:
       model: shape of the decoder.
       task: what is trained on.
       evaluated: the tasks that are evaluated, whatever the mixture.
+      objective: one of ``training.objective.OBJECTIVES``.
     """
 
     init_seed: int
     train_seed: int
+    objective: object
     model: DecoderOptions
     task: Mixture
     evaluated: tuple[Task, ...]
@@ -100,10 +102,12 @@ def _settings(config: Mapping) -> Settings:
     seed = _seed("seed", config["seed"])
     train, model = dict(config["train"]), dict(config["model"])
     data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
+    objective = _objective(train.pop("objective"), train.pop("mask_rate"))
     task, evaluated = _tasks(config["task"])
     result = Settings(
         init_seed=seed if init_seed is None else _seed("model.init_seed", init_seed),
         train_seed=seed if data_seed is None else _seed("train.data_seed", data_seed),
+        objective=objective,
         model=_model(model, config["attention"], task),
         task=task,
         evaluated=evaluated,
@@ -112,11 +116,17 @@ def _settings(config: Mapping) -> Settings:
         eval=take(EvalOptions, "eval", config["eval"]),
         checkpoint=take(CheckpointOptions, "checkpoint", config["checkpoint"]),
     )
-    check_causal(
-        [result.model.layer(i) for i in range(result.model.num_layers)],
-        first_position=task.first_answer if result.train.loss_on == "answers" else 0,
-    )
+    first_counted = task.first_answer if result.train.loss_on == "answers" else 0
+    objective.check(result.model.all_layers(), first_counted)
     return result
+
+
+def _objective(name: str, mask_rate: float | None):
+    if name not in OBJECTIVES:
+        raise ValueError(f"train.objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
+    if mask_rate is None:
+        return take(OBJECTIVES[name], "train", {})
+    return take(OBJECTIVES[name], "train", {"mask_rate": mask_rate})
 
 
 def _seed(name: str, value) -> int:

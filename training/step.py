@@ -10,18 +10,17 @@ import optax
 from flax import nnx
 
 from models import pure
-from models.decoder import Decoder
-from tasks import Mixture, Task, dropout_key, evaluation_key, init_key, train_key
+from tasks import Batch, Mixture, Task, dropout_key, evaluation_key, init_key, train_key
 from training import optimizer as optimizers
 from training.metrics import Counts
-from training.objective import next_token_loss
+from training.objective import mean_loss
 from training.settings import Settings
 from training.state import TrainState
 
 
 def init_state(settings: Settings) -> TrainState:
     """The state before the first step; a pure function of the seeds."""
-    model = Decoder(settings.model, nnx.Rngs(init_key(settings.init_seed)))
+    model = settings.model.build(nnx.Rngs(init_key(settings.init_seed)))
     _, params = pure.split(model)
     transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
     return TrainState(
@@ -34,7 +33,7 @@ def init_state(settings: Settings) -> TrainState:
 
 def graph_of(settings: Settings) -> nnx.GraphDef:
     """Structure of the model, without allocating its parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(settings.model, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: settings.model.build(nnx.Rngs(0))))[0]
 
 
 def make_interval(settings: Settings):
@@ -48,12 +47,18 @@ def make_interval(settings: Settings):
     transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
 
     def step(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
-        batch = task.sample(train_key(settings.train_seed, state.step), settings.train.batch_size)
+        data_key = train_key(settings.train_seed, state.step)
+        batch = task.sample(data_key, settings.train.batch_size)
 
         def loss_of(params):
-            model = pure.merge(graph, params)
-            key = jax.random.fold_in(state.key, state.step)
-            return next_token_loss(model, batch, settings.train.loss_on, key)
+            return mean_loss(
+                settings.objective,
+                pure.merge(graph, params),
+                batch,
+                settings.train.loss_on,
+                mask_key=_mask_key(data_key),
+                dropout_key=jax.random.fold_in(state.key, state.step),
+            )
 
         loss, gradients = jax.value_and_grad(loss_of)(state.params)
         updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
@@ -87,13 +92,23 @@ def make_evaluation(settings: Settings):
     return evaluate
 
 
-def count_task(model: Decoder, task: Task | Mixture, settings: Settings) -> Counts:
+def count_task(model, task: Task | Mixture, settings: Settings) -> Counts:
     """Teacher-forced counts over the evaluation batches of one task."""
 
     def one(total: Counts, index: jax.Array) -> tuple[Counts, None]:
         key = evaluation_key(settings.eval.seed, index)
         batch = task.sample(key, settings.eval.batch_size)
-        logits_BTV, _ = model(batch.tokens_BT)
-        return total + Counts.of(logits_BTV, batch, task.chance), None
+        return total + count_batch(model, batch, key, task.chance, settings.objective), None
 
     return jax.lax.scan(one, Counts.zero(), jnp.arange(settings.eval.batches))[0]
+
+
+def count_batch(model, batch: Batch, key: jax.Array, chance: float, objective) -> Counts:
+    """Counts of one batch that was drawn with ``key``, under the objective."""
+    batch = objective.prepare(batch, _mask_key(key))
+    return Counts.of(objective.logits(model, batch, None), batch, chance)
+
+
+def _mask_key(data_key: jax.Array) -> jax.Array:
+    """A key for masking that has nothing to do with what the batch was drawn from."""
+    return jax.random.fold_in(data_key, 2**32 - 1)

@@ -6,6 +6,8 @@ import argparse
 
 from attention.masks import expression, picture
 
+_LONGEST = 4096
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m attention.masks", description=__doc__)
@@ -17,11 +19,18 @@ def main() -> None:
     for name in ("length", "tile"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.length > _LONGEST:
+        parser.error(f"--length must be at most {_LONGEST} to be drawn, got {options.length}")
+    if options.png is not None and not options.png.endswith(".png"):
+        parser.error(f"--png must name a file that ends in .png, got {options.png}")
     try:
         mask = expression.parse(options.mask)
+        drawing = mask.draw(options.length, path=options.png)
     except ValueError as error:
         parser.error(str(error))
-    print(mask.draw(options.length, path=options.png))
+    except OSError as error:
+        parser.error(f"--png={options.png}: {error.strerror}")
+    print(drawing)
     print(f"\ntiles of {options.tile} × {options.tile} (· empty, ▒ partial, █ full):")
     print(picture.tile_map(mask, options.length, options.tile))
     work = picture.work(mask, options.length, options.tile)
@@ -30,7 +39,7 @@ def main() -> None:
         f"of the work ({work['full_tiles']:.1%} in full tiles, which need no mask)"
     )
     retention = mask.retention()
-    kept = "all past keys" if retention.last is None else f"the last {retention.last} keys"
+    kept = "all past keys" if retention.last is None else f"the last {retention.last} of the keys"
     pinned = f" and positions {list(retention.pinned)}" if retention.pinned else ""
     print(f"a cache keeps {kept}{pinned}")
 

@@ -1,4 +1,4 @@
-"""Masks written as text, such as ``"Causal() & (Window(4) | First(1))"``: parsed, never evaluated."""
+"""Masks as text, such as ``"Causal() & (Window(4) | First(1))"``: parsed, never evaluated."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _PRIMITIVES = {
     )
 }
 
+_LONGEST = 1000
+
 
 def parse(text: str) -> values.Mask:
     """The mask that a text such as ``"Causal() & Window(8)"`` describes.
@@ -25,11 +27,14 @@ def parse(text: str) -> values.Mask:
     Raises:
       ValueError: the text is not an expression of the known masks with ``&``, ``|`` and ``~``.
     """
+    if len(text) > _LONGEST:
+        raise ValueError(f"a mask of {len(text)} characters is too long; {_LONGEST} are allowed")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        return _mask(ast.parse(text.strip(), mode="eval").body, text)
     except SyntaxError as error:
         raise ValueError(f"mask {text!r} is not an expression: {error.msg}") from None
-    return _mask(tree, text)
+    except (RecursionError, MemoryError):
+        raise ValueError(f"mask {text[:40]!r}… is nested too deeply") from None
 
 
 def _mask(node: ast.AST, text: str) -> values.Mask:
@@ -46,6 +51,9 @@ def _mask(node: ast.AST, text: str) -> values.Mask:
                     f"mask {text!r}: {name!r} is unknown; known are {', '.join(_PRIMITIVES)}"
                 )
             positional = [_number(argument, text) for argument in arguments]
+            names = [keyword.arg for keyword in keywords]
+            if len(set(names)) < len(names):
+                raise ValueError(f"mask {text!r}: an argument of {name} is given twice")
             named = {keyword.arg: _number(keyword.value, text) for keyword in keywords}
             try:
                 return _PRIMITIVES[name](*positional, **named)
@@ -63,7 +71,7 @@ def _mask(node: ast.AST, text: str) -> values.Mask:
 def _number(node: ast.AST, text: str) -> int | tuple[int, ...]:
     try:
         value = ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         value = None
     whole = value if isinstance(value, tuple) else (value,)
     if not all(type(number) is int for number in whole):

@@ -54,8 +54,8 @@ class Retention:
 class Mask:
     """Base of all masks: ``mask(q_index, k_index)`` is true where the query may see the key.
 
-    Indices are absolute positions; they broadcast against each other. Only ``<``, ``>=``, ``&``
-    and ``|`` are used on them, so that NumPy, jax.numpy and a Pallas kernel run the same line.
+    Indices are absolute positions; they broadcast against each other. Only ``−``, ``<``, ``>=``,
+    ``&`` and ``|`` are used on them, so that NumPy, jax.numpy and a Pallas kernel run the same line.
     """
 
     def __call__(self, q_index, k_index):
@@ -74,19 +74,20 @@ class Mask:
         raise NotImplementedError
 
     def retention(self) -> Retention:
-        """Which past keys a cache has to keep."""
+        """Which past keys a cache has to keep; at least those, for ``~`` all of them."""
         raise NotImplementedError
 
     def causal_from(self) -> int | None:
-        """The first position p from which on the mask is causal; None if it never is.
+        """A position p from which on the mask is causal; None where there is none.
 
         For every i ≥ p, no query up to i sees a key after i. Next-token training may count the
-        positions from p on, and a cache may take one token at a time after the first p + 1.
+        positions from p on, and a cache may take one token at a time after the first p + 1. The
+        first such p for a primitive; a combination may give a later one, or None.
         """
         raise NotImplementedError
 
     def relative(self) -> bool:
-        """Whether only the distance i − j matters, so that shifting all positions changes nothing."""
+        """Whether only the distance i − j matters: shifting all positions changes nothing."""
         raise NotImplementedError
 
     def count(self, num_queries: int, num_keys: int | None = None) -> int:
@@ -216,11 +217,17 @@ class Window(Mask):
 
     def __call__(self, q_index, k_index):
         distance = q_index - k_index
-        return (distance < self.window) & (distance >= -self.ahead)
+        window, ahead = self._bounds()
+        return (distance < window) & (distance >= -ahead)
 
     def outside(self, q_index, k_index):
         distance = q_index - k_index
-        return (distance >= self.window) | (distance < -self.ahead)
+        window, ahead = self._bounds()
+        return (distance >= window) | (distance < -ahead)
+
+    def _bounds(self) -> tuple[int, int]:
+        # Positions are 32-bit integers; no two of them are farther apart.
+        return min(self.window, 2**31 - 1), min(self.ahead, 2**31 - 1)
 
     def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
         q_lo, q_hi, k_lo, k_hi = map(np.asarray, (q_lo, q_hi, k_lo, k_hi))
@@ -316,6 +323,8 @@ class Global(Mask):
             if not self.tokens:
                 raise ValueError("Global: at least one position is needed, got ()")
             object.__setattr__(self, "tokens", tuple(sorted(set(map(int, self.tokens)))))
+        elif isinstance(self.tokens, list):
+            raise ValueError(f"Global: positions are written as a tuple, got {self.tokens}")
         else:
             _whole_number(self, "tokens", self.tokens, 1)
 
@@ -367,7 +376,8 @@ class Global(Mask):
 
     def retention(self):
         # A global query sees all keys before it, those that are not pinned too.
-        first_other = next(i for i in range(len(self.positions) + 1) if i not in self.positions)
+        pinned = set(self.positions)
+        first_other = next(i for i in range(len(pinned) + 1) if i not in pinned)
         return Retention(self.positions, max(self.positions[-1] - first_other + 1, 0))
 
     def relative(self):
@@ -469,6 +479,9 @@ class Not(Mask):
 
     def causal_from(self):
         return None
+
+    def __invert__(self):
+        return self.a
 
     def __repr__(self):
         return f"~{self.a!r}"

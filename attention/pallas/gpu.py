@@ -77,8 +77,6 @@ def _beyond_the_kernels(call: Call) -> str | None:
             f"head widths above {WIDEST} do not fit in registers beside the scores, got "
             f"{widths[0]} for queries and keys and {widths[1]} for values"
         )
-    if 0 in (*call.q_BTNH.shape, *call.v_BSKE.shape):
-        return f"an axis is empty: q {call.q_BTNH.shape}, v {call.v_BSKE.shape}"
     if call.q_index is not None or call.k_index is not None:
         return "positions are given as arrays, so the tile table cannot be built before tracing"
     if call.q_segments is not None or call.k_segments is not None:
@@ -144,8 +142,9 @@ def _attend_forward(plan, q_BTNH, k_BSKH, v_BSKE):
 def _attend_backward(plan, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKE, out_BTNE, lse_BNT = residuals
     dout_BTNE, dlse_BNT = cotangents
-    # Rows without a key take part with zeros: whatever they hold reaches no gradient.
-    seen_BNT = lse_BNT != -jnp.inf
+    # Rows without a key, and those whose output is NaN, take part with zeros: whatever they hold
+    # reaches no gradient, as in the reference.
+    seen_BNT = jnp.isfinite(lse_BNT)
     seen_BTN1 = seen_BNT.swapaxes(1, 2)[..., None]
     q = jnp.where(seen_BTN1, q_BTNH, 0)
     dout = jnp.where(seen_BTN1, dout_BTNE, 0).astype(q.dtype)

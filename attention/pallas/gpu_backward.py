@@ -3,7 +3,7 @@
 Both recompute the weights from the log-sum-exp, p = exp2(s · c − lse), and need no atomics, so
 that equal inputs give equal bits:
 
-  ds = p · (dp − delta), dp = do · vᵀ · · · dq = scale · ds · k, dk = scale · dsᵀ · q, dv = pᵀ · do
+  dp = do · vᵀ, ds = p · (dp − delta), dq = scale · ds · k, dk = scale · dsᵀ · q, dv = pᵀ · do
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax import lax
 from attention.pallas import gpu_plan
 from attention.pallas.gpu_plan import BLOCK, CONSUMERS, LOG2E, ROWS, Plan, filled
 
-# Columns of a tile: two score-sized accumulators must fit beside the gradients in registers.
-DQ_KEYS = 128
+# Columns of a tile: scores and dp must fit in registers beside one gradient, or beside two.
+DQ_KEYS = BLOCK
 DKV_QUERIES = 64
 
 
@@ -41,15 +41,26 @@ class _Operands:
 
 
 def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
-    """p = exp2(s · c − lse) and dp; both products run while p is made from the first."""
+    """p = exp2(s · c − lse) and dp.
+
+    On a full tile both products run while p is made from the first. On a partial one the mask
+    needs the registers that the second would occupy, so the second comes after.
+    """
+
+    def weights(scores):
+        return jnp.exp2(scores * (plan.scale * LOG2E) - lse())
+
+    s_right, dp_right = (x.transpose((1, 0)) for x in (operands.s_right, operands.dp_right))
+    if allowed is not None:
+        scores = gpu_plan.product(operands.s_left, s_right, shape)
+        p = weights(jnp.where(allowed(), scores, -jnp.inf))
+        return p, gpu_plan.product(operands.dp_left, dp_right, shape)
 
     def multiply(s_ref, dp_ref):
-        plgpu.wgmma(s_ref, operands.s_left, operands.s_right.transpose((1, 0)))
-        plgpu.wgmma(dp_ref, operands.dp_left, operands.dp_right.transpose((1, 0)))
-        scores = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-        if allowed is not None:
-            scores = jnp.where(allowed(), scores, -jnp.inf)
-        return jnp.exp2(scores * (plan.scale * LOG2E) - lse()), dp_ref[...]
+        plgpu.wgmma(s_ref, operands.s_left, s_right)
+        plgpu.wgmma(dp_ref, operands.dp_left, dp_right)
+        p = weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
+        return p, dp_ref[...]
 
     acc = plgpu.ACC(shape, jnp.float32)
     return pl.run_scoped(multiply, acc, acc)
@@ -69,10 +80,10 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
       lse2: (B, N, T), the log-sum-exp in base 2.
       delta: (B, N, T), Σ_e out · do − the gradient of the log-sum-exp.
     """
-    B, T, N, H = q.shape
+    B, _, N, H = q.shape
     K, E = v.shape[2:]
     dtype = q.dtype
-    depth = 2 if max(H, E) > 64 else 4
+    depth = gpu_plan.ring_depth(H, E)
     shape = (ROWS, DQ_KEYS)
     tiles = plan.table(BLOCK, DQ_KEYS).by_query
     scratch = dict(
@@ -170,11 +181,11 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
 
     Arguments as in ``query_gradient``.
     """
-    B, S, K, H = k.shape
+    B, _, K, H = k.shape
     N, E = do.shape[2:]
     G = N // K
     dtype = k.dtype
-    depth = 2 if max(H, E) > 64 else 4
+    depth = gpu_plan.ring_depth(H, E)
     shape = (ROWS, DKV_QUERIES)
     tiles = plan.table(DKV_QUERIES, BLOCK).by_key
     scratch = dict(

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: out and log-sum-exp, one block of 128 queries of a head at a time."""
+"""The forward kernel for Hopper: out and log-sum-exp of 128 queries of a head per thread block."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from attention.pallas.gpu_plan import BLOCK, CONSUMERS, LOG2E, ROWS, Plan, fille
 FLOOR = -1.7e38
 
 
-def stages(H: int, E: int) -> int:
-    """Key-value tiles in flight: what 227 KiB of shared memory hold beside queries and output."""
-    return 2 if max(H, E) > 64 else 4
-
-
 def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
     """(out_BTNE, lse_BNT) of arrays padded to whole tiles; lse is a natural logarithm."""
     B, T, N, H = q_BTNH.shape
     K, E = v_BSKE.shape[2:]
-    dtype, depth = q_BTNH.dtype, stages(H, E)
+    dtype, depth = q_BTNH.dtype, gpu_plan.ring_depth(H, E)
     tiles = plan.table(BLOCK, BLOCK).by_query
     scratch = dict(
         q_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, H, dtype=dtype),

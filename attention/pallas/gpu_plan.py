@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def hides_keys(self) -> bool:
-        """Whether some tile needs the mask, so that a hidden key can share a tile with a seen one."""
+        """Whether a hidden key can share a tile with one that is seen."""
         return bool((self.table(BLOCK, BLOCK).kinds == PARTIAL).any())
 
     def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
@@ -145,6 +145,11 @@ def visit(step: Callable, start, full_end, end, carry):
     """
     carry = lax.fori_loop(start, full_end, functools.partial(step, masked=False), carry)
     return lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
+
+
+def ring_depth(H: int, E: int) -> int:
+    """Tiles in flight: what 227 KiB of shared memory hold beside a block's own tiles."""
+    return 2 if max(H, E) > 64 else 4
 
 
 def slot_of(step, stages: int):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from attention.masks import Full
 from attention.pallas import tpu_calls
 from attention.pallas.tpu_calls import Plan, Tile, choose_tile, folded_group
 from attention.pallas.tpu_kernels import Scores
@@ -24,11 +24,8 @@ from attention.pallas.tpu_kernels import Scores
 CHECKED_DEVICES: dict[str, str] = {}
 
 WIDEST = 256
-MOST_ROWS = 1024
-# Row, column and kind of a visit take 12 of the 1 MB of scalar memory.
+# Row, column and kind of a visit take 12 bytes of 1 MiB of scalar memory.
 MOST_VISITS = 65_536
-# Documents are positive or negative numbers, 0 is padding; these two equal nothing else.
-_Q_PADDING, _K_PADDING = -(2**31), -(2**31) + 1
 
 _interpreter: contextvars.ContextVar = contextvars.ContextVar("tpu_interpreter", default=None)
 
@@ -51,8 +48,7 @@ def interpreted(parameters: pltpu.InterpretParams | None = None):
 def cannot(call) -> str | None:
     """Why these kernels cannot run an ``attention.ops.Call``, or None."""
     dtypes = {str(x.dtype) for x in (call.q_BTNH, call.k_BSKH, call.v_BSKE)}
-    T, N, H = call.q_BTNH.shape[1:]
-    S, K, E = call.v_BSKE.shape[1:]
+    (N, H), (K, E) = call.q_BTNH.shape[2:], call.v_BSKE.shape[2:]
     if not dtypes <= {"float32", "bfloat16"}:
         other = min(dtypes - {"float32", "bfloat16"})
         return f"a TPU's matrix unit takes float32 and bfloat16, not {other}"
@@ -68,7 +64,7 @@ def cannot(call) -> str | None:
         return f"nothing to do for shapes {call.q_BTNH.shape} and {call.v_BSKE.shape}"
     if jax.default_backend() != "tpu" and _interpreter.get() is None:
         return f"it needs a TPU, this is a {jax.default_backend()}"
-    visits = plan(call).num_visits()
+    visits = plan(call).num_visits
     if visits > MOST_VISITS:
         return f"its list of {visits} tiles is longer than scalar memory holds, {MOST_VISITS}"
     return None
@@ -82,26 +78,14 @@ def unwise(call) -> str | None:
     return f"its numbers have not been checked on this device ({kind})"
 
 
-def plan(call, forward: Tile | None = None, backward: Tile | None = None) -> Plan:
-    """Tiles and all else that is known of a call before tracing.
-
-    Args:
-      call: an ``attention.ops.Call``.
-      forward: tile of the forward kernel, default ``choose_tile``.
-      backward: tile of the backward kernels, likewise.
-    """
+def plan(call, tile: Tile | None = None) -> Plan:
+    """The tile, by default ``choose_tile``, and all else that is known of a call before tracing."""
     T, N, H = call.q_BTNH.shape[1:]
     S, K, E = call.v_BSKE.shape[1:]
-    widest, item_size = max(H, E), max(call.k_BSKH.dtype.itemsize, call.v_BSKE.dtype.itemsize)
-    shape = T, S, folded_group(N // K), widest, item_size
-    return Plan(
-        Scores(call.mask, call.scale, S),
-        T,
-        N // K,
-        forward or choose_tile(*shape, backward=False),
-        backward or choose_tile(*shape, backward=True),
-        _interpreter.get(),
-    )
+    item_size = jnp.result_type(call.q_BTNH, call.k_BSKH, call.v_BSKE).itemsize
+    if tile is None:
+        tile = choose_tile(T, S, folded_group(N // K), max(H, E), item_size)
+    return Plan(Scores(call.mask, call.scale, S), T, N // K, tile, _interpreter.get())
 
 
 def run(call) -> tuple[jax.Array, jax.Array]:
@@ -134,31 +118,26 @@ def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
 
 
 def _tags(q_segments, k_segments, q_shape, k_shape) -> tuple[jax.Array, jax.Array] | None:
-    """Numbers per query and key that are equal where the segments let them meet."""
+    """Numbers per query and key; those meet that are equal and not 0."""
     if q_segments is None and k_segments is None:
         return None
-    q_tags = jnp.zeros(q_shape, jnp.int32) if q_segments is None else q_segments.astype(jnp.int32)
-    k_tags = jnp.zeros(k_shape, jnp.int32) if k_segments is None else k_segments.astype(jnp.int32)
-    if q_segments is not None:
-        visible = q_tags if k_segments is not None else 0
-        q_tags = jnp.where(q_tags == 0, _Q_PADDING, visible)
-    if k_segments is not None:
-        visible = k_tags if q_segments is not None else 0
-        k_tags = jnp.where(k_tags == 0, _K_PADDING, visible)
-    return q_tags, k_tags
+    if q_segments is None:
+        return jnp.ones(q_shape, jnp.int32), (k_segments != 0).astype(jnp.int32)
+    if k_segments is None:
+        return (q_segments != 0).astype(jnp.int32), jnp.ones(k_shape, jnp.int32)
+    return q_segments.astype(jnp.int32), k_segments.astype(jnp.int32)
 
 
 def _sees(plan: Plan, marked_BSK: jax.Array, num_queries: int, tags) -> jax.Array:
     """(B, T, N): which queries see a marked key, as the sign of their mean over the marks."""
     B, S, K = marked_BSK.shape
-    q_BTK1 = jnp.zeros((B, num_queries, K, 1))
-    k_BSK1 = jnp.zeros((B, S, K, 1))
-    none_K = jnp.full(K, -jnp.inf)
-    alone = Plan(plan.scores, plan.num_queries, 1, plan.forward, plan.backward, plan.interpret)
-    share, _ = tpu_calls.forward(
-        alone, q_BTK1, k_BSK1, marked_BSK[..., None].astype(jnp.float32), none_K, tags
-    )
-    return jnp.repeat(share[..., 0] > 0, plan.group, axis=2)
+    q_BTK1 = jnp.zeros((B, num_queries, K, 1), jnp.float32)
+    k_BSK1 = jnp.zeros((B, S, K, 1), jnp.float32)
+    tile = choose_tile(num_queries, S, group=1, widest=1, item_size=4)
+    alone = dataclasses.replace(plan, group=1, tile=tile)
+    marks_BSK1, no_sink_K = marked_BSK[..., None].astype(jnp.float32), jnp.full(K, -jnp.inf)
+    share_BTK1, _ = tpu_calls.forward(alone, q_BTK1, k_BSK1, marks_BSK1, no_sink_K, tags)
+    return jnp.repeat(share_BTK1[..., 0] > 0, plan.group, axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,4 +1,4 @@
-"""How attention is laid out for the TPU kernels: tiles, rows, visits, and the three Pallas calls."""
+"""How attention is laid out for the TPU kernels: tiles, rows, visits, and the Pallas calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attention.masks import EMPTY, Mask
+from attention.masks import EMPTY
 from attention.pallas import tpu_kernels
 from attention.pallas.tpu_kernels import Rows, Scores, Visits
 from attention.tile_table import TileList, tile_table
@@ -28,22 +28,20 @@ class Tile:
     keys: int
 
 
-def choose_tile(
-    num_queries: int, num_keys: int, group: int, widest: int, item_size: int, backward: bool
-) -> Tile:
-    """The largest tile that leaves room in 16 MB of VMEM.
+def choose_tile(num_queries: int, num_keys: int, group: int, widest: int, item_size: int) -> Tile:
+    """The tile of all three kernels: up to 1024 rows of 512 keys, half the rows for wide heads.
 
     Key tiles are read once per query tile, so many rows keep the kernel from waiting for memory:
     v6e does about 560 operations in the time in which it reads a byte, and a row of bfloat16 does
-    one operation per byte. The backward kernels hold four score tiles where forward holds two.
+    one operation per byte. A compiler's report of the memory it takes is in
+    ``benchmarks/aot_tpu.py``; which tile is fastest has not been measured on a device.
 
     Args:
       group: G as the kernels see it, see ``folded_group``.
       widest: the wider of H and E.
       item_size: bytes of an element of q, k and v.
-      backward: whether the tile is for the gradients.
     """
-    rows = 1024 if not backward and widest * item_size <= 512 else 512
+    rows = 1024 if widest * item_size <= 512 else 512
     unit = LANES // math.gcd(LANES, group)
     needed = -(-num_queries // unit)
     queries = unit * max(1, min(rows // (unit * group), needed))
@@ -65,35 +63,35 @@ class Plan:
       scores: mask, scale and number of keys.
       num_queries: T.
       group: G, without padding.
-      forward: tile of the forward kernel.
-      backward: tile of the two backward kernels.
+      tile: of all three kernels.
       interpret: parameters of the TPU interpreter, or None to compile.
     """
 
     scores: Scores
     num_queries: int
     group: int
-    forward: Tile
-    backward: Tile
+    tile: Tile
     interpret: pltpu.InterpretParams | None
 
-    def layout(self, tile: Tile) -> Layout:
-        return Layout(self.num_queries, self.scores.num_keys, self.group, tile)
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.num_queries, self.scores.num_keys, self.group, self.tile)
 
-    def visits(self, tile: Tile, by_key: bool = False) -> Visits:
+    def visits(self, by_key: bool = False) -> Visits:
         """The work of a kernel, in the order of its output."""
         table = tile_table(
-            self.scores.mask, self.num_queries, self.scores.num_keys, tile.queries, tile.keys
+            self.scores.mask,
+            self.num_queries,
+            self.scores.num_keys,
+            self.tile.queries,
+            self.tile.keys,
         )
         return visits(table.by_key if by_key else table.by_query)
 
+    @property
     def num_visits(self) -> int:
         """The most visits that one of the kernels makes."""
-        return max(
-            len(self.visits(self.forward).row),
-            len(self.visits(self.backward).row),
-            len(self.visits(self.backward, by_key=True).row),
-        )
+        return max(len(self.visits().row), len(self.visits(by_key=True).row))
 
 
 def visits(tiles: TileList) -> Visits:
@@ -230,7 +228,7 @@ class _Blocks:
         return pl.BlockSpec((None, 1, self.layout.rows), lambda b, k, i, visits: (k, 0, 0))
 
 
-def _launch(kernel, plan, layout, visits, operands, outputs, scratch, products):
+def _launch(kernel, plan: Plan, visits: Visits, operands, outputs, scratch, products):
     """Runs a kernel over batch, key-value heads and visits.
 
     Args:
@@ -242,7 +240,7 @@ def _launch(kernel, plan, layout, visits, operands, outputs, scratch, products):
     arrays, in_specs = zip(*operands, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
     B, K = out_shape[0].shape[:2]
-    scores = B * K * np.count_nonzero(visits.kind) * layout.rows * layout.tile.keys
+    scores = B * K * np.count_nonzero(visits.kind) * plan.layout.rows * plan.tile.keys
     moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, out_shape)))
     return pl.pallas_call(
         functools.partial(kernel, plan.scores),
@@ -267,7 +265,7 @@ def _launch(kernel, plan, layout, visits, operands, outputs, scratch, products):
 
 def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags) -> tuple[jax.Array, jax.Array]:
     """out_BTNE in the dtype of v, and lse_BNT in float32."""
-    layout, visits = plan.layout(plan.forward), plan.visits(plan.forward)
+    layout = plan.layout
     at = _Blocks(layout, q_of="row", k_of="column")
     q, k, v = layout.queries(q_BTNH), layout.keys(k_BSKH), layout.keys(v_BSKE)
     rows, sinks = layout.row_data(tags), layout.sinks(sink_N)
@@ -276,8 +274,7 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags) -> tuple[jax.Array
     out, lse = _launch(
         tpu_kernels.forward,
         plan,
-        layout,
-        visits,
+        plan.visits(),
         [
             (rows, at.rows(rows)),
             (q, at.by_query(H)),
@@ -299,7 +296,7 @@ def backward(
     plan: Plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, lse_BNT, centre_BNT, tags
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv from do, the log-sum-exp and centre = do·out − dlse."""
-    layout = plan.layout(plan.backward)
+    layout = plan.layout
     q, k, v = layout.queries(q_BTNH), layout.keys(k_BSKH), layout.keys(v_BSKE)
     do, lse, centre = layout.queries(do_BTNE), layout.per_row(lse_BNT), layout.per_row(centre_BNT)
     rows = layout.row_data(tags)
@@ -320,8 +317,7 @@ def backward(
     (dq,) = _launch(
         tpu_kernels.query_gradient,
         plan,
-        layout,
-        plan.visits(plan.backward),
+        plan.visits(),
         [*operands(at), (k.swapaxes(2, 3), at.by_key_in_lanes(H))],
         [(jax.ShapeDtypeStruct(q.shape, q.dtype), at.by_query(H))],
         scratch=[(H, layout.rows)],
@@ -331,8 +327,7 @@ def backward(
     dk, dv = _launch(
         tpu_kernels.key_value_gradients,
         plan,
-        layout,
-        plan.visits(plan.backward, by_key=True),
+        plan.visits(by_key=True),
         operands(at),
         [
             (jax.ShapeDtypeStruct(k.shape, k.dtype), at.by_key(H)),

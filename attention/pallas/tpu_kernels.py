@@ -68,7 +68,7 @@ class Scores:
         if rows.tag_1R is not None:
             q_tag = jnp.broadcast_to(rows.tag_1R[...], shape)
             k_tag = jnp.broadcast_to(rows.tag_1C[...].reshape(shape[0], 1), shape)
-            allowed = allowed & (q_tag == k_tag)
+            allowed = allowed & (q_tag == k_tag) & (q_tag != 0)
         return allowed
 
 

@@ -1,0 +1,164 @@
+"""Linear attention: a fixed-size state in place of a cache that grows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attention import linear_ops
+from attention.cache import SmearedCache
+from attention.context import Context, matrix, project, silence
+from attention.feature_maps import feature_map, feature_width
+from attention.linear_ops import LinearState
+from attention.masks import Causal, Mask
+from attention.memory import Memory
+from attention.multi_head import check_kv_heads, check_rotation
+from attention.probe import Probe
+from attention.smear import SmearedKeys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Options of linear attention.
+
+    Attributes:
+      num_kv_heads: K; None stands for the number of query heads.
+      rope_width: P, channels of a head that are rotated before the feature map; None for all.
+      feature_map: φ, a name in ``attention.feature_maps.FEATURE_MAPS``.
+      smeared_keys: whether each key is mixed with its predecessor's.
+    """
+
+    num_kv_heads: int | None = None
+    rope_width: int | None = None
+    feature_map: str = "elu"
+    smeared_keys: bool = False
+
+    def mask(self) -> Mask:
+        """Which positions may meet."""
+        return Causal()
+
+    def check(self, context: Context) -> None:
+        """Raises ValueError where the options do not fit each other or the model."""
+        check_kv_heads(self.kv_heads(context), context)
+        check_rotation(self.rope_width, context)
+        feature_map(self.feature_map)
+
+    def kv_heads(self, context: Context) -> int:
+        """K."""
+        return context.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def build(self, context: Context, rngs: nnx.Rngs) -> LinearAttention:
+        """The layer."""
+        return LinearAttention(self, context, rngs)
+
+
+class LinearAttention(nnx.Module):
+    """head_i = Σ_{j≤i} φ(q_i)·φ(k_j) v_j / Σ_{j≤i} φ(q_i)·φ(k_j), heads joined by W_O.
+
+    The state S = Σ φ(k_j) v_jᵀ, z = Σ φ(k_j) is all that decoding keeps, in float32. Katharopoulos
+    et al. 2020 (arXiv 2006.16236).
+    """
+
+    def __init__(self, options: Linear, context: Context, rngs: nnx.Rngs):
+        options.check(context)
+        D, N, H = context.d_model, context.num_heads, context.head_width
+        K = options.kv_heads(context)
+        self.options, self.context, self.num_kv_heads = options, context, K
+        self.mask = options.mask()
+        self.rope = context.rope(H if options.rope_width is None else options.rope_width)
+        self.w_q_DNH = nnx.Param(matrix(rngs.params(), (D, N, H), D))
+        self.w_k_DKH = nnx.Param(matrix(rngs.params(), (D, K, H), D))
+        self.w_v_DKH = nnx.Param(matrix(rngs.params(), (D, K, H), D))
+        self.w_o_NHD = nnx.Param(matrix(rngs.params(), (N, H, D), N * H))
+        self.smear = SmearedKeys(K) if options.smeared_keys else None
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        segments_BT: jax.Array | None = None,
+        cache: LinearState | SmearedCache | None = None,
+        memory: Memory | None = None,
+        probe: Probe | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LinearState | SmearedCache | None]:
+        """See the layer contract in ``attention``. There are no weights to drop: no dropout."""
+        del dropout_key
+        if memory is not None:
+            raise ValueError("this layer attends to its own sequence; it takes no memory")
+        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
+        x_BTD = silence(x_BTD, segments_BT)
+        phi = feature_map(self.options.feature_map)
+        q_BTNH = project(x_BTD, self.w_q_DNH[...])
+        k_BTKH = project(x_BTD, self.w_k_DKH[...])
+        v_BTKH = project(x_BTD, self.w_v_DKH[...])
+        last_BKH = None
+        if self.smear is not None:
+            last_BKH = None if cache is None else cache.last_key_BKH
+            k_BTKH, last_BKH = self.smear(k_BTKH, positions_BT, valid_BT, last_BKH)
+        if self.rope is not None:
+            q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
+        q_BTNM, k_BTKM = phi(q_BTNH), phi(k_BTKH)
+        state = cache.inner if isinstance(cache, SmearedCache) else cache
+        if probe is not None and probe.wants("pattern"):
+            head_BTNE = self._with_pattern(q_BTNM, k_BTKM, v_BTKH, segments_BT, state, probe)
+        else:
+            state = None if state is None else _restarted(state, positions_BT, valid_BT)
+            form = linear_ops.recurrent if x_BTD.shape[1] == 1 else linear_ops.chunked
+            head_BTNE, state = form(q_BTNM, k_BTKM, v_BTKH, state, segments_BT=segments_BT)
+        if probe is not None:
+            head_BTNE = probe("head", head_BTNE)
+        y_BTD = project(head_BTNE.astype(x_BTD.dtype), self.w_o_NHD[...], num_in=2)
+        if cache is None:
+            return y_BTD, None
+        return y_BTD, state if self.smear is None else SmearedCache(state, last_BKH)
+
+    def init_cache(self, batch: int, length: int, dtype=None) -> LinearState | SmearedCache:
+        """The state before any token; its size does not depend on ``length``.
+
+        The state is float32 whatever the dtype, or its sums would stall; only the last raw key of
+        smeared keys has the dtype.
+        """
+        if length < 1:
+            raise ValueError(f"a cache needs a length of at least 1, got {length}")
+        K, H = self.num_kv_heads, self.context.head_width
+        state = LinearState.zeros(batch, K, feature_width(self.options.feature_map, H), H)
+        if self.smear is None:
+            return state
+        return SmearedCache(state, jnp.zeros((batch, K, H), dtype or self.context.dtype))
+
+    def cache_bytes_per_token(self) -> int:
+        """0: the state does not grow."""
+        return 0
+
+    def cache_bytes(self, length: int) -> int:
+        """4 · K · M · (E + 1) bytes of one sequence's state, whatever the length."""
+        del length
+        K, H = self.num_kv_heads, self.context.head_width
+        state = 4 * K * feature_width(self.options.feature_map, H) * (H + 1)
+        last = 0 if self.smear is None else K * H * jnp.dtype(self.context.dtype).itemsize
+        return state + last
+
+    def implementation(self, batch: int, length: int) -> str:
+        """The form that training runs."""
+        del batch, length
+        return "chunked"
+
+    def _with_pattern(self, q_BTNM, k_BTKM, v_BTKH, segments_BT, state, probe) -> jax.Array:
+        """Heads by way of the normalised weights of all pairs, which the probe may replace."""
+        if state is not None:
+            raise ValueError("a state holds no keys: read the pattern of linear attention uncached")
+        pattern_BNTS = linear_ops.weights(q_BTNM, k_BTKM, causal=True, segments_BT=segments_BT)
+        pattern_BNTS = probe("pattern", pattern_BNTS)
+        v_BSNE = jnp.repeat(v_BTKH, q_BTNM.shape[2] // self.num_kv_heads, axis=2)
+        return jnp.einsum("bnts,bsne->btne", pattern_BNTS, v_BSNE.astype(pattern_BNTS.dtype))
+
+
+def _restarted(state: LinearState, positions_BT, valid_BT) -> LinearState:
+    """The state with the rows emptied whose first token stands at position 0."""
+    starts_B = (valid_BT & (positions_BT == 0)).any(-1)
+    return jax.tree.map(lambda x: jnp.where(starts_B.reshape(-1, *[1] * (x.ndim - 1)), 0, x), state)

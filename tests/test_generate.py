@@ -1,0 +1,250 @@
+"""Generation: the same tokens and logits as the whole sequence at once, whatever the padding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from attention.masks import Causal, First, Window
+from attention.multi_head import MultiHead
+from models.decoder import Decoder, DecoderOptions
+from models.generate import generate
+from tests.attending import same_bits
+
+V = 7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streaming(MultiHead):
+    def mask(self):
+        return Causal() & (Window(3) | First(1))
+
+
+@functools.cache
+def decoder(layer=None, **changes) -> Decoder:
+    options = DecoderOptions(
+        **{
+            "vocab_size": V, "num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 12,
+            "pattern": ("a",), "layers": (layer or MultiHead(num_kv_heads=1),), **changes,
+        }
+    )  # fmt: skip
+    return Decoder(options, nnx.Rngs(1))
+
+
+def random_tokens(*shape) -> np.ndarray:
+    return np.random.default_rng().integers(0, V, shape)
+
+
+def follows(model, prompt, new) -> None:
+    """Each new token is the likeliest after what stands before it, by the whole sequence."""
+    tokens = np.concatenate([prompt, np.asarray(new)])[None]
+    logits = np.asarray(model(tokens)[0])[0, len(prompt) - 1 : -1]
+    chosen = np.take_along_axis(logits, np.asarray(new)[:, None], axis=-1)[:, 0]
+    # Of two logits that are equal to rounding either may be taken.
+    np.testing.assert_allclose(chosen, logits.max(-1), rtol=0, atol=1e-4)
+
+
+def test_greedy():
+    prompt = random_tokens(3, 5)
+    new, caches = generate(decoder(), prompt, 6)
+    assert new.shape == (3, 6) and new.dtype == jnp.int32
+    for row in range(3):
+        follows(decoder(), prompt[row], new[row])
+    # The last token is returned, and not read.
+    assert np.asarray(caches[0].position_BS).tolist() == [list(range(10))] * 3
+    one, _ = generate(decoder(), prompt, 1)
+    same_bits(one, new[:, :1])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("position", ["rope", "learned", "none"])
+def test_ragged_prompts(side, position):
+    """R2: prompts of 3 and 5 tokens in one batch, four more each: as each row alone."""
+    changes = {"max_length": 8} if position == "learned" else {}
+    model = decoder(position=position, **changes)
+    prompts = [random_tokens(3), random_tokens(5)]
+    batch, segments = np.full((2, 5), V - 1), np.zeros((2, 5), np.int32)
+    for b, prompt in enumerate(prompts):
+        part = slice(0, len(prompt)) if side == "right" else slice(5 - len(prompt), 5)
+        batch[b, part], segments[b, part] = prompt, 1
+    new, _ = generate(model, batch, 4, prompt_segments_BT=segments)
+    for b, prompt in enumerate(prompts):
+        follows(model, prompt, new[b])
+    batch[segments == 0] = 0
+    again, _ = generate(model, batch, 4, prompt_segments_BT=segments)
+    same_bits(new, again)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_ragged_logits(side, position):
+    """R2, in logits: prefill and four steps, each row as that row alone to 1e-4."""
+    model = decoder(position=position, **({"max_length": 9} if position == "learned" else {}))
+    rows = [random_tokens(1, 3 + 4), random_tokens(1, 5 + 4)]
+    tokens, segments = np.zeros((2, 5), int), np.zeros((2, 5), np.int32)
+    for b, n in enumerate((3, 5)):
+        part = slice(0, n) if side == "right" else slice(5 - n, 5)
+        tokens[b, part], segments[b, part] = rows[b][0, :n], 1
+    positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
+    caches = model.init_caches(2, 9)
+    prefill, caches = model(tokens, positions, segments_BT=segments, caches=caches)
+    logits = [[np.asarray(prefill[b, segments[b] == 1])] for b in range(2)]
+    for step in range(4):
+        new = np.array([[rows[0][0, 3 + step]], [rows[1][0, 5 + step]]])
+        out, caches = model(new, np.array([[3 + step], [5 + step]], np.int32), caches=caches)
+        for b in range(2):
+            logits[b].append(np.asarray(out[b]))
+    for b in range(2):
+        alone = np.asarray(model(rows[b])[0])[0]
+        np.testing.assert_allclose(np.concatenate(logits[b]), alone, rtol=0, atol=1e-4)
+
+
+def test_traces(monkeypatch):
+    """J1: 20 tokens trace the model twice, prompt and step; a second call with a new prompt,
+    other weights of the same shapes, another key or temperature not at all."""
+    calls = []
+    call = Decoder.__call__
+
+    def counted(self, *arguments, **options):
+        calls.append(1)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(Decoder, "__call__", counted)
+    options = decoder().options
+    model, other = (Decoder(options, nnx.Rngs(seed)) for seed in (8, 9))
+    _, caches = generate(model, random_tokens(2, 4), 20, temperature=1.0, key=jax.random.key(1))
+    assert len(calls) <= 2
+    before = len(calls)
+    generate(other, random_tokens(2, 4), 20, temperature=0.5, key=jax.random.key(2))
+    generate(model, random_tokens(2, 4), 20, temperature=1, key=jax.random.key(2), caches=caches)
+    segments = np.array([[0, 1, 1, 1], [1, 1, 1, 1]])
+    generate(
+        model, random_tokens(2, 4), 20, temperature=0.7, key=jax.random.key(3),
+        prompt_segments_BT=segments,
+    )  # fmt: skip
+    assert len(calls) == before
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_first_tokens_have_the_distribution_of_the_logits(temperature):
+    """softmax(logits / temperature), within five deviations for each token."""
+    prompt, rows = random_tokens(1, 4), 4000
+    key = jax.random.key(int(np.random.default_rng().integers(2**31)))
+    new, _ = generate(decoder(), prompt.repeat(rows, 0), 1, temperature=temperature, key=key)
+    counts = np.bincount(np.asarray(new)[:, 0], minlength=V)
+    logits = np.asarray(decoder()(prompt)[0], np.float64)[0, -1] / temperature
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    assert (np.abs(counts - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1).all()
+
+
+def test_steps_draw_independently():
+    """Where all tokens are equally likely, so are all pairs of consecutive ones."""
+    model = Decoder(decoder().options, nnx.Rngs(0))
+    model.w_head_DV[...] = jnp.zeros_like(model.w_head_DV[...])
+    rows = 5000
+    new, _ = generate(model, np.zeros((rows, 1), int), 3, temperature=1.0, key=jax.random.key(5))
+    new = np.asarray(new)
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        pairs = np.bincount(new[:, a] * V + new[:, b], minlength=V * V)
+        expected = rows / V**2
+        assert (np.abs(pairs - expected) < 5.5 * np.sqrt(expected)).all()
+
+
+def test_keys():
+    prompt = random_tokens(2, 3)
+    sample = functools.partial(generate, decoder(), prompt, 20, temperature=2.0)
+    first, again, other = (sample(key=jax.random.key(k))[0] for k in (1, 1, 2))
+    same_bits(first, again)
+    assert not np.array_equal(first, other)
+    assert not np.array_equal(first[0], first[1])
+    greedy, _ = generate(decoder(), prompt, 20)
+    same_bits(generate(decoder(), prompt, 20, key=jax.random.key(1))[0], greedy)
+    cold, _ = generate(decoder(), prompt, 20, temperature=1e-4, key=jax.random.key(1))
+    follows(decoder(), prompt[0], cold[0])
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_past_the_window_at_constant_memory():
+    """C2, K2: a prompt longer than the window, and many windows more."""
+    model, prompt = decoder(Streaming()), random_tokens(2, 8)
+    new, caches = generate(model, prompt, 30)
+    assert caches[1].position_BS.shape == (2, 4)
+    for row in range(2):
+        follows(model, prompt[row], new[row])
+        assert sorted(np.asarray(caches[1].position_BS)[row].tolist()) == [0, 34, 35, 36]
+
+
+def test_an_old_cache_for_a_new_prompt():
+    """C1: also for a shorter prompt, and where first tokens were pinned."""
+    for layer in (None, Streaming(), MultiHead(smeared_keys=True)):
+        model, first, second = decoder(layer), random_tokens(2, 6), random_tokens(2, 3)
+        _, caches = generate(model, first, 5)
+        new, _ = generate(model, second, 4, caches=caches)
+        expected, _ = generate(model, second, 4)
+        same_bits(new, expected)
+
+
+def test_a_cache_that_is_too_short():
+    """C4: refused before anything runs; the last new token needs no room."""
+    prompt, caches = random_tokens(1, 5), decoder().init_caches(1, 8)
+    with pytest.raises(ValueError, match="layer0: 9 positions do not fit a cache of length 8"):
+        generate(decoder(), prompt, 5, caches=caches)
+    new, _ = generate(decoder(), prompt, 4, caches=caches)
+    follows(decoder(), prompt[0], new[0])
+    # Padding takes no room.
+    segments = np.array([[0, 0, 1, 1, 1]])
+    assert generate(decoder(), prompt, 6, prompt_segments_BT=segments, caches=caches)[0].size == 6
+    generate(decoder(Streaming()), prompt, 9, caches=decoder(Streaming()).init_caches(1, 5))
+
+
+def test_learned_positions_have_an_end():
+    """The last position that is read, and no further."""
+    model, prompt = decoder(position="learned", max_length=8), random_tokens(1, 5)
+    new, _ = generate(model, prompt, 4)
+    follows(model, prompt[0], new[0, :3])
+    with pytest.raises(ValueError, match="position 8 is outside the 8 learned positions"):
+        generate(model, prompt, 5)
+    segments = np.array([[0, 1, 1, 1, 1]])
+    generate(model, prompt, 5, prompt_segments_BT=segments)
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
+        ({"num_tokens": -3}, "num_tokens must be at least 1, got -3"),
+        ({"temperature": -1.0, "key": 0}, "temperature must be .*, got -1.0"),
+        ({"temperature": float("nan"), "key": 0}, "temperature must be .*, got nan"),
+        ({"temperature": float("inf"), "key": 0}, "temperature must be .*, got inf"),
+        ({"temperature": 0.7}, "sampling at temperature 0.7 needs a key"),
+        ({"prompt_BT": np.array([[1, V]])}, "token id 7 is outside 0 … 6"),
+        ({"prompt_BT": np.array([[-1, 2]])}, "token id -1 is outside 0 … 6"),
+        ({"prompt_BT": np.array([1, 2])}, r"must be \(B, T\) alike"),
+        ({"prompt_BT": np.zeros((1, 0), int)}, "every prompt needs at least one token"),
+        ({"prompt_BT": np.zeros((0, 2), int)}, "every prompt needs at least one token"),
+        ({"prompt_segments_BT": np.array([[0, 0]])}, "every prompt needs at least one token"),
+        ({"prompt_segments_BT": np.array([[1, 1, 1]])}, r"alike, got \(1, 2\) and \(1, 3\)"),
+    ],
+    ids=str,
+)
+def test_mistakes(changes, message):
+    arguments = {"prompt_BT": np.array([[1, 2]]), "num_tokens": 2} | changes
+    if arguments.get("key") == 0:
+        arguments["key"] = jax.random.key(0)
+    with pytest.raises(ValueError, match=message):
+        generate(decoder(), **arguments)
