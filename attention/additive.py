@@ -12,7 +12,7 @@ from flax import nnx
 
 from attention import masks, ops
 from attention.cache import KVCache, Slots, SmearedCache
-from attention.context import Context, matrix, project
+from attention.context import Context, matrix, project, silence
 from attention.masks import Mask
 from attention.memory import Memory
 from attention.multi_head import check_kv_heads
@@ -105,8 +105,7 @@ class AdditiveAttention(nnx.Module):
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
         valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
-        # Garbage in padding would reach the weights' gradients as 0 · inf.
-        x_BTD = jnp.where(valid_BT[..., None], x_BTD, 0)
+        x_BTD = silence(x_BTD, segments_BT)
         q_BTNH, k_BSKH, v_BSKE = (
             project(x_BTD, w[...]) for w in (self.w_q_DNH, self.w_k_DKH, self.w_v_DKH)
         )
@@ -149,8 +148,17 @@ class AdditiveAttention(nnx.Module):
 
     def cache_bytes_per_token(self) -> int:
         """2 · K · H numbers for each position that the cache keeps, in the layer's dtype."""
-        numbers = 2 * self.num_kv_heads * self.context.head_width
-        return numbers * jnp.dtype(self.context.dtype).itemsize
+        return 2 * self._key_bytes()
+
+    def cache_bytes(self, length: int) -> int:
+        """Bytes that one sequence of ``length`` positions keeps: slots, and a last raw key."""
+        slots = Slots.for_mask(self.mask, length).capacity
+        last = 0 if self.smear is None else self._key_bytes()
+        return slots * self.cache_bytes_per_token() + last
+
+    def _key_bytes(self) -> int:
+        width = self.num_kv_heads * self.context.head_width
+        return width * jnp.dtype(self.context.dtype).itemsize
 
     def implementation(self, batch: int, length: int) -> str:
         """Always the reference: additive scores are no matrix product that a kernel could tile."""
@@ -186,7 +194,7 @@ def additive_attention(
     from what the mask hides, and ``observe`` is shown the weights_BNTS and may replace them.
     """
     dtype = jnp.promote_types(jnp.float32, q_BTNH.dtype)
-    q_BTNH, k_BSKH, v_BSKE, sick_BTK = isolate(q_BTNH, k_BSKH, v_BSKE, allowed_BTS)
+    q_BTNH, k_BSKH, v_BSKE, _, bad_BTK = isolate(q_BTNH, k_BSKH, v_BSKE, allowed_BTS)
     scores_BNTS = additive_scores(
         q_BTNH.astype(dtype), k_BSKH.astype(dtype), score_NH.astype(dtype)
     )
@@ -199,7 +207,7 @@ def additive_attention(
     K = k_BSKH.shape[2]
     weights_BKGTS = weights_BNTS.reshape(B, K, N // K, T, S)
     out_BTKGE = jnp.einsum("bkgts,bske->btkge", weights_BKGTS, v_BSKE.astype(dtype))
-    out_BTKGE = jnp.where(sick_BTK[..., None, None], jnp.nan, out_BTKGE)
+    out_BTKGE = jnp.where(bad_BTK[..., None, None], jnp.nan, out_BTKGE)
     return out_BTKGE.reshape(B, T, N, -1).astype(v_BSKE.dtype)
 
 
@@ -219,7 +227,7 @@ def additive_scores(q_BTNH: jax.Array, k_BSKH: jax.Array, score_NH: jax.Array) -
         return jnp.sum(hidden_BNTSH * score_NH[None, :, None, None], axis=-1)
 
     block = max(1, BLOCK_ELEMENTS // (B * N * S * H))
-    if T <= block:
+    if block >= T:
         return scores(q_BNTH)
     num_blocks = -(-T // block)
     padded = jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, num_blocks * block - T), (0, 0)))

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): all heads read one small latent, and it is all that is kept."""
+"""Multi-head latent attention (MLA): all heads read one small latent, and only that is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 
 from attention import ops
 from attention.cache import LatentCache, Slots, SmearedCache
-from attention.context import Context, matrix, project
+from attention.context import Context, matrix, project, silence
 from attention.masks import Causal, Mask
 from attention.memory import Memory
 from attention.norm import RMSNorm
@@ -126,8 +126,7 @@ class MultiHeadLatentAttention(nnx.Module):
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
         valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
-        # Garbage in padding would reach the weights' gradients as 0 · inf.
-        x_BTD = jnp.where(valid_BT[..., None], x_BTD, 0)
+        x_BTD = silence(x_BTD, segments_BT)
         q_BTNH, q_rope_BTNP = self._queries(x_BTD, positions_BT)
         latent_BTR = self.latent_norm(project(x_BTD, self.w_dkv_DR[...]))
         last_key_B1P = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
@@ -172,6 +171,13 @@ class MultiHeadLatentAttention(nnx.Module):
         """R + P numbers, whatever the number of heads, in the layer's dtype."""
         numbers = self.options.latent_rank + self.options.rotary_width(self.context)
         return numbers * jnp.dtype(self.context.dtype).itemsize
+
+    def cache_bytes(self, length: int) -> int:
+        """Bytes that one sequence of ``length`` positions keeps: slots, and a last raw rope key."""
+        slots = Slots.for_mask(self.mask, length).capacity
+        last = 0 if self.rope_smear is None else self.options.rotary_width(self.context)
+        last *= jnp.dtype(self.context.dtype).itemsize
+        return slots * self.cache_bytes_per_token() + last
 
     def implementation(self, batch: int, length: int) -> str:
         """Name of the implementation of softmax attention that training on this shape runs."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from attention import reference
+from attention import reference, tiled
 from attention.masks import Mask
 from attention.pallas import gpu
 from attention.reference import Dropout
@@ -75,6 +75,7 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "gpu": Implementation(gpu.run, gpu.cannot, gpu.unwise),
+    "tiled": Implementation(tiled.run, tiled.cannot, tiled.unwise),
     "reference": Implementation(_reference, lambda call: None, lambda call: None),
 }
 

@@ -53,6 +53,8 @@ def get_config() -> ConfigDict:
     model.num_heads = 4  # query heads
     model.head_width = placeholder(int)  # channels of a head; unset: d_model / num_heads
     model.pattern = ("mha",)  # attention groups, cycled over the depth
+    model.encoder_num_layers = placeholder(int)  # of encoder-decoders; unset: num_layers
+    model.encoder_pattern = placeholder(tuple)  # likewise; unset: ("full",)
     model.mlp = "gelu"  # or "swiglu", or "none" for attention-only models
     model.d_ff = placeholder(int)  # hidden channels of the MLP; unset: 4 x d_model
     model.tied_head = False  # whether the output head is the embedding transposed
@@ -83,6 +85,7 @@ def get_config() -> ConfigDict:
     attention.masked = multi_head(
         variant="masked", mask_expression="Causal() & (Window(16) | First(1))"
     )
+    attention.cross = multi_head(variant="cross")  # of every decoder layer in encoder-decoders
     attention.linear = linear()
 
     config.task = task = ConfigDict()
@@ -96,6 +99,20 @@ def get_config() -> ConfigDict:
     task.induction.share = 0.5
     task.induction.min_period = placeholder(int)  # symbols in the block; unset: length / 4
     task.induction.max_period = placeholder(int)  # unset: length / 2
+    task.source_copy = ConfigDict()  # sequence to sequence: write what the encoder reads
+    task.source_copy.share = 0.0
+    task.source_copy.min_length = 1
+    task.source_copy.max_length = placeholder(int)  # unset: length
+    task.source_reverse = ConfigDict()  # the same, backwards
+    task.source_reverse.share = 0.0
+    task.source_reverse.min_length = 1
+    task.source_reverse.max_length = placeholder(int)
+    task.recall = ConfigDict()  # key-value pairs, then queries (Zoology's MQAR)
+    task.recall.share = 0.0
+    task.recall.num_pairs = 4
+    task.recall.gap_power = 0.01  # smaller: queries come sooner after the pairs
+    task.markov = ConfigDict()  # Markov chains to be learned in context
+    task.markov.share = 0.0
 
     config.train = train = ConfigDict()
     train.steps = 1000  # optimizer steps

@@ -59,6 +59,10 @@ class EncoderDecoderOptions(DecoderOptions):
         """Attention options of block ``index`` of the encoder."""
         return self.encoder_layers[index % len(self.encoder_layers)]
 
+    def build(self, rngs: nnx.Rngs) -> EncoderDecoder:
+        """The model."""
+        return EncoderDecoder(self, rngs)
+
 
 def _reads_memory(layer) -> bool:
     return getattr(layer, "reads_memory", False)

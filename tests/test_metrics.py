@@ -24,9 +24,10 @@ def random_batch(rng, rows):
     return logits_BTV, targets_BT, weights_BT
 
 
+@jax.jit
 def counts(logits_BTV, targets_BT, weights_BT):
-    batch = Batch(jnp.asarray(targets_BT), jnp.asarray(targets_BT), jnp.asarray(weights_BT))
-    return Counts.of(jnp.asarray(logits_BTV), batch, CHANCE)
+    targets_BT = targets_BT.astype(jnp.int32)
+    return Counts.of(logits_BTV, Batch(targets_BT, targets_BT, weights_BT), CHANCE)
 
 
 def by_hand(logits_BTV, targets_BT, weights_BT):

@@ -11,7 +11,7 @@ import pytest
 from attention.masks import Causal, First, Full, Prefix, Window
 from tasks import Batch
 from tasks.vocabulary import PAD
-from training.objective import check_causal, cross_entropy, loss_weights, next_token_loss
+from training.objective import LOSS_ON, NextToken, cross_entropy, mean_loss
 
 NAN = float("nan")
 
@@ -25,9 +25,10 @@ def mean(logits_BTV, targets_BT, weights_BT):
     return float(total / count)
 
 
-def stub(logits_BTV):
-    """A model that says the same whatever it reads."""
-    return lambda tokens_BT, dropout_key=None: (logits_BTV, None)
+def loss_of(logits_BTV, batch, loss_on):
+    """Next-token loss of a model that says the same whatever it reads."""
+    model = lambda tokens_BT, dropout_key: (jnp.asarray(logits_BTV), None)  # noqa: E731
+    return mean_loss(NextToken(), model, batch, loss_on, jax.random.key(0), None)
 
 
 def test_only_weighted_positions_are_averaged():
@@ -62,7 +63,7 @@ def test_nothing_counted_is_zero():
     """Case O2: all-masked batch."""
     batch = Batch(jnp.ones((2, 3), jnp.int32), jnp.ones((2, 3), jnp.int32), jnp.zeros((2, 3)))
     loss, gradient = jax.value_and_grad(
-        lambda logits_BTV: next_token_loss(stub(logits_BTV), batch, "answers", None)
+        lambda logits_BTV: loss_of(logits_BTV, batch, "answers")
     )(jnp.ones((2, 3, 5)))
     assert float(loss) == 0
     assert not np.any(gradient)
@@ -79,9 +80,9 @@ def test_targets_are_shifted_once():
     targets_BT = jnp.array([[*tokens[1:], PAD]])
     batch = Batch(tokens_BT, targets_BT, jnp.array([[1.0, 1, 1, 1, 0]]))
     for loss_on in ("answers", "all"):
-        assert float(next_token_loss(stub(jnp.asarray(logits_BTV)), batch, loss_on, None)) < 1e-6
+        assert float(loss_of(logits_BTV, batch, loss_on)) < 1e-6
     twice = Batch(tokens_BT, jnp.array([[4, 1, 5, PAD, PAD]]), batch.weights_BT)
-    assert float(next_token_loss(stub(jnp.asarray(logits_BTV)), twice, "answers", None)) > 10
+    assert float(loss_of(logits_BTV, twice, "answers")) > 10
 
 
 def test_labels_outside_the_vocabulary_are_never_another_class():
@@ -113,8 +114,8 @@ def test_loss_on_answers_or_on_all_but_padding():
     targets_BT = jnp.array([[1, 2, PAD, 4], [PAD, PAD, 3, PAD]])
     weights_BT = jnp.array([[0.0, 1, 0, 0], [0, 0, 1, 0]])
     batch = Batch(targets_BT, targets_BT, weights_BT)
-    assert loss_weights(batch, "answers").tolist() == weights_BT.tolist()
-    assert loss_weights(batch, "all").tolist() == [[1, 1, 0, 1], [0, 0, 1, 0]]
+    assert LOSS_ON["answers"](batch).tolist() == weights_BT.tolist()
+    assert LOSS_ON["all"](batch).tolist() == [[1, 1, 0, 1], [0, 0, 1, 0]]
 
 
 def layer(mask):
@@ -123,10 +124,10 @@ def layer(mask):
 
 def test_a_mask_that_shows_the_answer_is_refused():
     for mask in (Causal(), Window(3), Causal() & (Window(2) | First(1))):
-        check_causal([layer(Causal()), layer(mask)], first_position=0)
-    check_causal([layer(Causal() | Prefix(4))], first_position=4)
+        NextToken().check([layer(Causal()), layer(mask)], first_position=0)
+    NextToken().check([layer(Causal() | Prefix(4))], first_position=4)
     for mask, first in ((Full(), 50), (Window(3, ahead=1), 50), (Causal() | Prefix(4), 1)):
         with pytest.raises(ValueError) as caught:
-            check_causal([layer(Causal()), layer(mask)], first_position=first)
+            NextToken().check([layer(Causal()), layer(mask)], first_position=first)
         message = str(caught.value)
         assert "layer 1" in message and str(mask) in message and str(first) in message

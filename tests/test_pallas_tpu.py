@@ -18,6 +18,10 @@ from tests import oracles
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
 
+# Most of the time here is compile time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def call_of(q, k, v, mask, *, dtype="float32", **options) -> ops.Call:
     fields = {field.name: None for field in dataclasses.fields(ops.Call)}
     arrays = dict(zip(("q_BTNH", "k_BSKH", "v_BSKE"), (q, k, v), strict=True))
@@ -44,7 +48,7 @@ class Run:
             zeros = jnp.zeros_like(outputs[1])
             return outputs, gradient((do, zeros if dlse is None else jnp.asarray(dlse)))[0]
 
-        self.program = jax.jit(results)
+        self.program = jax.jit(results, compiler_options=QUICK)
         self()
 
     def __call__(self, do=None, **arrays) -> list[bytes]:

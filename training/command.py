@@ -11,6 +11,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from training.resolve import resolve
 from training.settings import OptionError
 
 
@@ -71,13 +72,10 @@ def _exit(code: int, message: str) -> None:
 
 
 def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
-    """Name of the config file, and its options with all overrides, as plain dicts.
-
-    Of the attention groups only those that the pattern uses are kept: the others do nothing.
+    """Name of the config file, and the options that the run reads, as plain dicts.
 
     Raises:
-      OptionError: no such file, a pattern that names no group, or an override of a group that is
-        not in the pattern.
+      OptionError: no such file, a pattern that names no group, or an override that does nothing.
     """
     flag = flags.FLAGS[holder.name]
     if not flag.present:
@@ -85,25 +83,10 @@ def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
     path = Path(config_flags.get_config_filename(flag))
     if not path.is_file():
         raise OptionError(f"--{holder.name}={path}: there is no such file; see configs/")
-    plain = holder.value.to_dict()
-    groups, pattern = plain["attention"], plain["model"]["pattern"]
-    pattern = (pattern,) if isinstance(pattern, str) else tuple(pattern)
-    for name in pattern:
-        if name not in groups:
-            raise OptionError(
-                f"model.pattern names {name!r}; the attention groups are "
-                f"{', '.join(sorted(groups))}"
-            )
-    for option in config_flags.get_override_values(flag):
-        part, _, rest = option.partition(".")
-        group = rest.partition(".")[0]
-        if part == "attention" and group not in pattern:
-            raise OptionError(
-                f"--{holder.name}.{option} would do nothing: model.pattern is {pattern}, "
-                f"which does not name {group!r}"
-            )
-    plain["attention"] = {name: groups[name] for name in groups if name in pattern}
-    return path.stem, plain
+    try:
+        return path.stem, resolve(holder.value.to_dict(), config_flags.get_override_values(flag))
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def enable_compilation_cache() -> None:

@@ -9,6 +9,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from attention.probe import Probe
+from models.decoder import DecoderOptions
+from models.encoder_decoder import EncoderDecoderOptions
 from tasks import Batch
 from tasks.vocabulary import MASK, PAD
 
@@ -18,6 +21,8 @@ class NextToken:
     """Every counted position predicts the token that follows (GPT)."""
 
     name: ClassVar[str] = "next_token"
+    reads_source: ClassVar[bool] = False
+    model_options: ClassVar[type] = DecoderOptions
 
     def check(self, layers: Sequence, first_position: int) -> None:
         """Refuses a model in which a counted position could see its own target.
@@ -43,9 +48,11 @@ class NextToken:
         del key
         return batch
 
-    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+    def logits(
+        self, model, batch: Batch, dropout_key: jax.Array | None, probe: Probe | None = None
+    ) -> jax.Array:
         """Logits (B, T, V) of a prepared batch."""
-        return model(batch.tokens_BT, dropout_key=dropout_key)[0]
+        return model(batch.tokens_BT, dropout_key=dropout_key, probe=probe)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,8 @@ class MaskedToken:
     """
 
     name: ClassVar[str] = "masked_token"
+    reads_source: ClassVar[bool] = False
+    model_options: ClassVar[type] = DecoderOptions
 
     mask_rate: float
 
@@ -78,9 +87,11 @@ class MaskedToken:
             jnp.where(masked_BU, MASK, tokens_BU), tokens_BU, masked_BU.astype(jnp.float32)
         )
 
-    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+    def logits(
+        self, model, batch: Batch, dropout_key: jax.Array | None, probe: Probe | None = None
+    ) -> jax.Array:
         """Logits (B, T + 1, V) of a prepared batch."""
-        return model(batch.tokens_BT, dropout_key=dropout_key)[0]
+        return model(batch.tokens_BT, dropout_key=dropout_key, probe=probe)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +99,15 @@ class SequenceToSequence(NextToken):
     """Next-token prediction by a decoder that reads an encoded source sequence."""
 
     name: ClassVar[str] = "sequence_to_sequence"
+    reads_source: ClassVar[bool] = True
+    model_options: ClassVar[type] = EncoderDecoderOptions
 
-    def logits(self, model, batch: Batch, dropout_key: jax.Array | None) -> jax.Array:
+    def logits(
+        self, model, batch: Batch, dropout_key: jax.Array | None, probe: Probe | None = None
+    ) -> jax.Array:
         """Logits (B, T, V) of the decoder."""
-        memory = model.encode(batch.source_BS, batch.source_BS != PAD)
-        return model(batch.tokens_BT, memory=memory, dropout_key=dropout_key)[0]
+        memory = model.encode(batch.source_BS, batch.source_segments_BS, probe=probe)
+        return model(batch.tokens_BT, memory=memory, dropout_key=dropout_key, probe=probe)[0]
 
 
 OBJECTIVES = {

@@ -10,10 +10,8 @@ from models.decoder import DecoderOptions
 from tasks import TASKS, Mixture, Task
 from training.objective import LOSS_ON, OBJECTIVES
 from training.optimizer import OptimizerOptions
+from training.resolve import ALWAYS_EVALUATED, pattern_names
 from training.typed import at_least, known, take, whole_number
-
-# Evaluated whatever the mixture: what a variant cannot do is part of the answer.
-ALWAYS_EVALUATED = ("copy", "induction")
 
 
 class OptionError(ValueError):
@@ -103,12 +101,12 @@ def _settings(config: Mapping) -> Settings:
     train, model = dict(config["train"]), dict(config["model"])
     data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
     objective = _objective(train.pop("objective"), train.pop("mask_rate"))
-    task, evaluated = _tasks(config["task"])
+    task, evaluated = _tasks(config["task"], objective)
     result = Settings(
         init_seed=seed if init_seed is None else _seed("model.init_seed", init_seed),
         train_seed=seed if data_seed is None else _seed("train.data_seed", data_seed),
         objective=objective,
-        model=_model(model, config["attention"], task),
+        model=_model(model, config["attention"], task, objective),
         task=task,
         evaluated=evaluated,
         train=take(TrainOptions, "train", train),
@@ -124,9 +122,14 @@ def _settings(config: Mapping) -> Settings:
 def _objective(name: str, mask_rate: float | None):
     if name not in OBJECTIVES:
         raise ValueError(f"train.objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
-    if mask_rate is None:
-        return take(OBJECTIVES[name], "train", {})
-    return take(OBJECTIVES[name], "train", {"mask_rate": mask_rate})
+    objective = OBJECTIVES[name]
+    if any(field.name == "mask_rate" for field in dataclasses.fields(objective)):
+        return take(objective, "train", {"mask_rate": mask_rate})
+    if mask_rate is not None:
+        raise ValueError(
+            f"train.mask_rate is set to {mask_rate}, but train.objective is {name!r}; leave it unset"
+        )
+    return objective()
 
 
 def _seed(name: str, value) -> int:
@@ -135,7 +138,7 @@ def _seed(name: str, value) -> int:
     return value
 
 
-def _tasks(group: Mapping) -> tuple[Mixture, tuple[Task, ...]]:
+def _tasks(group: Mapping, objective) -> tuple[Mixture, tuple[Task, ...]]:
     group = dict(group)
     common = {name: group.pop(name) for name in ("vocab_size", "length")}
     known("task", group, *TASKS)
@@ -144,6 +147,16 @@ def _tasks(group: Mapping) -> tuple[Mixture, tuple[Task, ...]]:
         options = dict(options)
         shares.append(options.pop("share"))
         tasks.append(take(TASKS[name], f"task.{name}", {**common, **options}))
+        if tasks[-1].has_source != objective.reads_source:
+            has, reads = (
+                ("has a source", "reads none")
+                if tasks[-1].has_source
+                else ("has no source", "reads one")
+            )
+            raise ValueError(
+                f"task.{name} {has}, but train.objective={objective.name} {reads}; set "
+                f"task.{name}.share=0 or choose another objective"
+            )
     mixture = Mixture(tuple(tasks), tuple(shares))
     evaluated = [
         task
@@ -153,23 +166,29 @@ def _tasks(group: Mapping) -> tuple[Mixture, tuple[Task, ...]]:
     return mixture, tuple(evaluated)
 
 
-def _model(group: dict, attention_groups: Mapping, task: Mixture) -> DecoderOptions:
-    pattern = group["pattern"]
-    group["pattern"] = pattern = (pattern,) if isinstance(pattern, str) else tuple(pattern)
-    for name in pattern:
-        if name not in attention_groups:
-            raise ValueError(
-                f"model.pattern names {name!r}; the attention groups are "
-                f"{', '.join(sorted(attention_groups))}"
-            )
+def _model(group: dict, attention_groups: Mapping, task: Mixture, objective) -> DecoderOptions:
     width = 4 * whole_number("model.d_model", group["d_model"])
     _derive(group, "d_ff", width, None if group["mlp"] != "none" else "model.mlp is 'none'")
     learned = group["position"] == "learned"
     _derive(
         group, "max_length", task.length, None if learned else "model.position is not 'learned'"
     )
-    layers = tuple(_layer(name, attention_groups[name]) for name in pattern)
-    return take(DecoderOptions, "model", {**group, "vocab_size": task.vocab_size, "layers": layers})
+    group |= {"vocab_size": task.vocab_size, "layers": _layers(group, "pattern", attention_groups)}
+    encoder = None if objective.reads_source else f"train.objective is {objective.name!r}"
+    _derive(group, "encoder_num_layers", group["num_layers"], encoder)
+    _derive(group, "encoder_pattern", ("full",), encoder)
+    if objective.reads_source:
+        group["encoder_layers"] = _layers(group, "encoder_pattern", attention_groups)
+        group["cross"] = _layer("cross", attention_groups["cross"])
+    else:
+        del group["encoder_num_layers"], group["encoder_pattern"]
+    return take(objective.model_options, "model", group)
+
+
+def _layers(group: dict, option: str, attention_groups: Mapping) -> tuple:
+    """Options of the attention groups that a pattern names; the pattern becomes a tuple."""
+    group[option] = pattern_names(group[option])
+    return tuple(_layer(name, attention_groups[name]) for name in group[option])
 
 
 def _derive(group: dict, name: str, default: int, unused: str | None) -> None:

@@ -41,10 +41,10 @@ class _Operands:
 
 
 def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
-    """p = exp2(s · c − lse) and dp.
+    """p = exp2(s · c − lse), and a function that gives dp.
 
     On a full tile both products run while p is made from the first. On a partial one the mask
-    needs the registers that the second would occupy, so the second comes after.
+    needs the registers that the second would occupy, so that one runs when dp is asked for.
     """
 
     def weights(scores):
@@ -54,7 +54,7 @@ def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
     if allowed is not None:
         scores = gpu_plan.product(operands.s_left, s_right, shape)
         p = weights(jnp.where(allowed(), scores, -jnp.inf))
-        return p, gpu_plan.product(operands.dp_left, dp_right, shape)
+        return p, lambda: gpu_plan.product(operands.dp_left, dp_right, shape)
 
     def multiply(s_ref, dp_ref):
         plgpu.wgmma(s_ref, operands.s_left, s_right)
@@ -63,7 +63,8 @@ def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
         return p, dp_ref[...]
 
     acc = plgpu.ACC(shape, jnp.float32)
-    return pl.run_scoped(multiply, acc, acc)
+    p, dp = pl.run_scoped(multiply, acc, acc)
+    return p, lambda: dp
 
 
 def _score_gradient(p, dp, delta, masked: bool):
@@ -156,7 +157,7 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
                     allowed if masked else None,
                     shape,
                 )
-                ds = _score_gradient(p, dp, gpu_plan.per_row(delta, shape), masked)
+                ds = _score_gradient(p, dp(), gpu_plan.per_row(delta, shape), masked)
                 dq = gpu_plan.accumulate(plan, dq, ds.astype(dtype), k_smem, ds_smem)
                 plgpu.barrier_arrive(smem["done"].at[slot])
                 return dq
@@ -273,7 +274,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                     shape,
                 )
                 dv = gpu_plan.accumulate(plan, dv, p.astype(dtype), do_smem, p_smem)
-                ds = _score_gradient(p, dp, number_per_column("delta_smem"), masked)
+                ds = _score_gradient(p, dp(), number_per_column("delta_smem"), masked)
                 dk = gpu_plan.accumulate(plan, dk, ds.astype(dtype), q_smem, ds_smem)
                 plgpu.barrier_arrive(smem["done"].at[slot])
                 return dk, dv

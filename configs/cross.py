@@ -1,0 +1,16 @@
+"""Encoder and decoder with cross-attention."""
+
+from configs import base
+
+
+def get_config():
+    """Copying and reversing from one sequence to another."""
+    config = base.get_config()
+    config.model.pattern = ("causal",)
+    config.train.objective = "sequence_to_sequence"
+    config.task.length = 32
+    config.task.copy.share = 0.0
+    config.task.induction.share = 0.0
+    config.task.source_copy.share = 0.5
+    config.task.source_reverse.share = 0.5
+    return config

@@ -1,0 +1,577 @@
+"""The encoder-decoder against a float64 oracle of the whole model, its caches, and generation."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from attention.cache import KVCache
+from attention.context import Context
+from attention.memory import Memory
+from attention.multi_head import MultiHead, MultiHeadCross, MultiHeadFull, MultiHeadWindow
+from attention.probe import Probe
+from attention.reference import Dropout
+from models import generate as generation
+from models.decoder import Decoder, DecoderOptions
+from models.encoder_decoder import CrossBlockCache, EncoderDecoder, EncoderDecoderOptions
+from models.generate import generate
+from models.pure import merge, split
+from tests import oracles
+from tests.attending import same_bits
+from tests.oracles import assert_close
+
+B, T, S, D, N, H, F, V = 3, 7, 5, 12, 4, 6, 10, 17
+WINDOW = 3
+SYMBOLS = 12  # tokens are drawn below it; ids from it on stand in padding alone
+LENGTHS = (5, 3, 1)  # of the sources
+
+SHAPE = {
+    "vocab_size": V, "num_layers": 2, "d_model": D, "num_heads": N, "head_width": H,
+    "mlp": "swiglu", "d_ff": F, "pattern": ("causal", "window"),
+    "layers": (MultiHead(num_kv_heads=2), MultiHeadWindow(window=WINDOW)),
+}  # fmt: skip
+OPTIONS = EncoderDecoderOptions(
+    **SHAPE,
+    encoder_num_layers=2,
+    encoder_pattern=("full",),
+    encoder_layers=(MultiHeadFull(num_kv_heads=1),),
+    cross=MultiHeadCross(num_kv_heads=2),
+)
+HEADS = ("layer0/head", "layer0/cross/head", "layer1/head", "layer1/cross/head")
+
+_quick = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+
+
+def random(*shape):
+    return np.random.default_rng().standard_normal(shape).astype(np.float32)
+
+
+def ids(*shape, low=0, high=SYMBOLS):
+    return np.random.default_rng().integers(low, high, shape).astype(np.int32)
+
+
+def build(options):
+    """A model with no parameter at the 0 or 1 that it starts from."""
+    graph, params = split(nnx.jit(EncoderDecoder, static_argnums=0)(options, nnx.Rngs(0)))
+    rng = np.random.default_rng(1)
+    return graph, {
+        name: jnp.asarray(np.asarray(p) + 0.2 * rng.standard_normal(p.shape).astype(np.float32))
+        for name, p in params.items()
+    }
+
+
+GRAPH, PARAMS = build(OPTIONS)
+
+
+def model():
+    return merge(GRAPH, PARAMS)
+
+
+def padded(side="right", lengths=LENGTHS):
+    columns, lengths = np.arange(S)[None], np.asarray(lengths)[:, None]
+    return (columns < lengths if side == "right" else columns >= S - lengths).astype(np.int32)
+
+
+def places(start, stop, batch=B):
+    return np.tile(np.arange(start, stop, dtype=np.int32), (batch, 1))
+
+
+def logits(params, tokens, source, source_segments, segments=None):
+    model = merge(GRAPH, params)
+    return model(tokens, segments_BT=segments, memory=model.encode(source, source_segments))[0]
+
+
+forward = _quick(logits)
+
+
+@_quick
+def backward(params, tokens, source, source_segments, do):
+    out, pull = jax.vjp(lambda p: logits(p, tokens, source, source_segments), params)
+    return out, pull(do)[0]
+
+
+# --- the whole model in float64 -------------------------------------------------------------------
+
+
+class Oracle:
+    """logits = norm(blocks(embedding[tokens], memory)) W_head, each row of the batch alone."""
+
+    def __init__(self, params):
+        self.params = {name: np.asarray(p, np.float64) for name, p in params.items()}
+
+    def norm(self, path, x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * self.params[f"{path}/gain_D"]
+
+    @staticmethod
+    def rotate(x_TNH):
+        half = H // 2
+        angle = np.arange(len(x_TNH))[:, None] * 10_000.0 ** (-2 * np.arange(half) / H)
+        z = (x_TNH[..., :half] + 1j * x_TNH[..., half:]) * np.exp(1j * angle)[:, None]
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    def attend(self, path, x_TD, y_SD, sees):
+        w = {name: self.params[f"{path}/heads/w_{name}"] for name in ("q_DNH", "k_DKH", "v_DKH")}
+        q, k, v = (
+            np.einsum("td,dnh->tnh", a, b)
+            for a, b in ((x_TD, w["q_DNH"]), (y_SD, w["k_DKH"]), (y_SD, w["v_DKH"]))
+        )
+        visible = np.array([[sees(i, j) for j in range(len(y_SD))] for i in range(len(x_TD))])
+        q, k = self.rotate(q), self.rotate(k)
+        out = oracles.attention(q[None], k[None], v[None], visible[None]).out[0]
+        return np.einsum("tnh,nhd->td", out, self.params[f"{path}/w_o_NHD"])
+
+    def mlp(self, path, x):
+        x_in = self.norm(f"{path}/mlp_norm", x)
+        w_gate, w_in, w_out = (
+            self.params[f"{path}/mlp/w_{name}"] for name in ("gate_DF", "in_DF", "out_FD")
+        )
+        gate = x_in @ w_gate
+        return x + (gate / (1 + np.exp(-gate)) * (x_in @ w_in)) @ w_out
+
+    def block(self, path, x, sees, memory=None):
+        y = self.norm(f"{path}/attention_norm", x)
+        x = x + self.attend(f"{path}/attention", y, y, sees)
+        if memory is not None:
+            y = self.norm(f"{path}/cross_norm", x)
+            x = x + self.attend(f"{path}/cross", y, memory, lambda i, j: True)
+        return self.mlp(path, x)
+
+    def __call__(self, tokens, source):
+        embedding = self.params["w_embed_VD"]
+        memory, x = embedding[source], embedding[tokens]
+        for i in range(2):
+            memory = self.block(f"encoder_blocks/{i}", memory, lambda i, j: True)
+        memory = self.norm("encoder_norm", memory)
+        x = self.block("blocks/0", x, lambda i, j: j <= i, memory)
+        x = self.block("blocks/1", x, lambda i, j: i - WINDOW < j <= i, memory)
+        return self.norm("norm", x) @ self.params["w_head_DV"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_logits_equal_a_float64_oracle_on_sources_without_padding(side):
+    tokens, source, segments = ids(B, T), ids(B, S), padded(side)
+    got, oracle = forward(PARAMS, tokens, source, segments), Oracle(PARAMS)
+    for b in range(B):
+        expected = oracle(tokens[b], source[b, segments[b] == 1])
+        assert_close(got[b], expected, what=f"row {b}, {LENGTHS[b]} source tokens")
+
+
+# --- Z1 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [6, 2])
+def test_a_mask_of_keys_is_a_mask_of_keys(length):
+    """Z1: T above and below S = 3; the gradient of masked memory is 0."""
+    context = Context(d_model=1, num_heads=1, head_width=1, rotary=False)
+    make = nnx.jit(lambda: MultiHeadCross().build(context, nnx.Rngs(0)))
+    graph, params = split(make())
+    # No scores, and values that are the memory itself.
+    values = {"w_q_DNH": 0, "w_k_DKH": 0, "w_v_DKH": 1, "w_o_NHD": 1}
+    layer = merge(
+        graph,
+        {name: jnp.full(p.shape, values[name.split("/")[-1]], "f") for name, p in params.items()},
+    )
+    segments = np.array([[1, 1, 1], [1, 0, 0]], np.int32)
+
+    def output(x_BSD):
+        memory = Memory(x_BSD, places(0, 3, 2), segments)
+        return layer(jnp.zeros((2, length, 1)), places(0, length, 2), memory=memory)[0]
+
+    @_quick
+    def run(x_BSD):
+        out, pull = jax.vjp(output, x_BSD)
+        return out, pull(jnp.ones_like(out))[0]
+
+    out, dx = run(np.tile(np.array([1, 2, 3], "f")[None, :, None], (2, 1, 1)))
+    assert_close(out[0], np.full((length, 1), 2.0))
+    assert_close(out[1], np.full((length, 1), 1.0))
+    assert_close(dx[0], np.full((3, 1), length / 3))
+    assert_close(dx[1], np.array([[length], [0], [0]]))
+    assert not np.asarray(dx[1, 1:]).any()
+
+
+@pytest.mark.parametrize("length", [7, 2])
+def test_patterns_of_cross_attention_cover_the_source_alone(length):
+    """Z1 in the model: with queries of 0 every row is uniform over its source."""
+    params = PARAMS | {
+        name: jnp.zeros_like(p) for name, p in PARAMS.items() if "cross/heads/w_q" in name
+    }
+    names = ("layer0/cross/pattern", "layer1/cross/pattern", "encoder1/pattern", "layer1/pattern")
+
+    @_quick
+    def patterns(tokens, source, segments):
+        model, probe = merge(GRAPH, params), Probe(read=names)
+        model(tokens, memory=model.encode(source, segments, probe=probe), probe=probe)
+        return probe.values, probe.missing()
+
+    values, missing = patterns(ids(B, length), ids(B, S), padded())
+    assert missing == []
+    for name in names[:2]:
+        uniform = padded() / np.asarray(LENGTHS)[:, None]
+        expected = np.broadcast_to(uniform[:, None, None], (B, N, length, S))
+        assert_close(values[name], expected, what=name)
+        assert not np.asarray(values[name])[expected == 0].any()
+    assert values["encoder1/pattern"].shape == (B, N, S, S)
+    assert (np.asarray(values["encoder1/pattern"])[0] > 0).all()
+    own = np.asarray(values["layer1/pattern"])
+    reach = np.arange(length)[:, None] - np.arange(length)[None]
+    np.testing.assert_array_equal(
+        own > 0, np.broadcast_to((reach >= 0) & (reach < WINDOW), own.shape)
+    )
+
+
+# --- who moves whom -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_of_the_source_moves_nothing(side):
+    """M4: not one bit of logits or gradients, and its embeddings learn nothing from it."""
+    tokens, source, segments, do = ids(B, T), ids(B, S), padded(side), random(B, T, V)
+    results = []
+    for _ in range(2):
+        dirty = np.where(segments == 1, source, ids(B, S, low=SYMBOLS, high=V))
+        results.append(backward(PARAMS, tokens, dirty, segments, do))
+    jax.tree.map(same_bits, *results)
+    gradients = results[0][1]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
+    moved = np.asarray(gradients["w_embed_VD"]).any(-1)
+    assert not moved[SYMBOLS:].any() and moved[np.unique(source[segments == 1])].all()
+
+
+def test_a_source_of_padding_alone_is_no_nan():
+    segments = padded(lengths=(5, 0, 2))
+    out, gradients = backward(PARAMS, ids(B, T), ids(B, S), segments, random(B, T, V))
+    assert all(np.isfinite(leaf).all() for leaf in (out, *gradients.values()))
+
+
+def test_masked_memory_has_no_gradient_and_its_garbage_reaches_nothing():
+    tokens, do = ids(B, T), random(B, T, V)
+    memory = _quick(lambda source: model().encode(source, padded()))(ids(B, S))
+    valid = padded() == 1
+
+    @_quick
+    def run(x_BSD):
+        read = dataclasses.replace(memory, x_BSD=x_BSD)
+        out, pull = jax.vjp(lambda read: model()(tokens, memory=read)[0], read)
+        return out, pull(do)[0].x_BSD
+
+    out, dx = run(memory.x_BSD)
+    assert not np.asarray(dx)[~valid].any() and np.asarray(dx)[valid].any(-1).all()
+    for garbage in (1e30, np.inf, np.nan):
+        dirty, dirty_dx = run(jnp.where(valid[..., None], memory.x_BSD, garbage))
+        same_bits(dirty, out)
+        same_bits(dirty_dx, dx)
+
+
+def test_the_decoder_looks_back_and_the_encoder_both_ways():
+    tokens, source = ids(B, T), ids(B, S)
+    other, full = tokens.copy(), np.ones((B, S), np.int32)
+    other[:, 4:] = (other[:, 4:] + 1) % SYMBOLS
+    before, after = (np.asarray(forward(PARAMS, x, source, full)) for x in (tokens, other))
+    same_bits(before[:, :4], after[:, :4])
+    assert not np.isclose(before[:, 4:], after[:, 4:]).all(-1).any()
+    other = source.copy()
+    other[:, -1] = (other[:, -1] + 1) % SYMBOLS
+    after = np.asarray(forward(PARAMS, tokens, other, full))
+    assert not np.isclose(before, after).all(-1).any()
+    encode = _quick(lambda source: model().encode(source).x_BSD)
+    assert not np.isclose(encode(source)[:, 0], encode(other)[:, 0]).all(-1).any()
+
+
+def test_rows_of_a_batch_are_independent():
+    tokens, source = ids(B, T), ids(B, S)
+    before = np.asarray(forward(PARAMS, tokens, source, padded()))
+    for changed in ("tokens", "source"):
+        inputs = {"tokens": tokens.copy(), "source": source.copy()}
+        inputs[changed][1] = (inputs[changed][1] + 1) % SYMBOLS
+        after = np.asarray(forward(PARAMS, inputs["tokens"], inputs["source"], padded()))
+        same_bits(before[::2], after[::2])
+        assert not np.isclose(before[1], after[1]).all(-1).any()
+
+
+def test_padding_of_the_tokens_moves_nothing():
+    segments = (np.arange(T)[None] < np.array([T, 4, 1])[:, None]).astype(np.int32)
+    tokens, source, results = ids(B, T), ids(B, S), []
+    for _ in range(2):
+        dirty = np.where(segments == 1, tokens, ids(B, T, low=SYMBOLS, high=V))
+        results.append(np.asarray(forward(PARAMS, dirty, source, padded(), segments)))
+    same_bits(*(result[segments == 1] for result in results))
+    assert all(np.isfinite(result).all() for result in results)
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+
+def decode(tokens, memory, sizes, caches, params=PARAMS, graph=GRAPH):
+    """Logits and heads through caches; only the first call is shown the memory."""
+    parts, start = [], 0
+    for size in sizes:
+        part, caches = decode_part(
+            graph, params, tokens[:, start : start + size], places(start, start + size), caches,
+            memory if start == 0 else None,
+        )  # fmt: skip
+        parts.append(part)
+        start += size
+    assert start == tokens.shape[1]
+    return jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *parts), caches
+
+
+@functools.partial(_quick, static_argnums=0)
+def decode_part(graph, params, tokens, positions, caches, memory):
+    probe = Probe(read=HEADS)
+    out, caches = merge(graph, params)(tokens, positions, caches=caches, memory=memory, probe=probe)
+    return {"logits": out, **probe.values}, caches
+
+
+@pytest.mark.parametrize("sizes", [(1,) * T, (3, 3, 1), (T,)], ids=str)
+def test_decoding_is_the_whole_at_once(sizes):
+    """C1: logits and the heads of every layer, the encoder's keys and values computed once."""
+    tokens, memory = ids(B, T), model().encode(ids(B, S), padded())
+    whole, _ = decode_part(GRAPH, PARAMS, tokens, places(0, T), None, memory)
+    got, caches = decode(tokens, memory, sizes, model().init_caches(B, T, S))
+    assert sorted(got) == sorted(whole) == sorted(("logits", *HEADS))
+    for name, expected in whole.items():
+        assert_close(got[name], expected, what=name)
+    # Another memory and prompt in the used caches: bit for bit what new ones give.
+    second, other = ids(B, T), model().encode(ids(B, S))
+    fresh, _ = decode(second, other, sizes, model().init_caches(B, T, S))
+    for used in (caches, [cache.reset() for cache in caches]):
+        jax.tree.map(same_bits, decode(second, other, sizes, used)[0], fresh)
+
+
+def test_decoding_in_bfloat16():
+    graph, params = build(dataclasses.replace(OPTIONS, dtype="bfloat16"))
+    narrow, tokens = merge(graph, params), ids(B, T)
+    memory = narrow.encode(ids(B, S), padded())
+    whole, _ = decode_part(graph, params, tokens, places(0, T), None, memory)
+    caches = narrow.init_caches(B, T, S)
+    got, after = decode(tokens, memory, (1,) * T, caches, params, graph)
+    assert memory.x_BSD.dtype == whole["layer0/cross/head"].dtype == jnp.bfloat16
+    for name, expected in whole.items():
+        expected, actual = np.asarray(expected, "f"), np.asarray(got[name], "f")
+        np.testing.assert_allclose(actual, expected, atol=2e-2 * np.abs(expected).max(), rtol=0)
+
+    def types(tree):
+        return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+    assert types(caches) == types(after)
+
+
+def test_bytes_and_limits_of_the_caches():
+    caches = model().init_caches(2, 9, S)
+    own = [2 * 2 * 9, 2 * 4 * WINDOW]  # keys and values: 2 heads for all, 4 for the window
+    for cache, numbers in zip(caches, own, strict=True):
+        assert isinstance(cache, CrossBlockCache) and isinstance(cache.own, KVCache)
+        assert cache.memory.nbytes == 2 * 4 * (2 * 2 * S) * H
+        assert cache.nbytes == 2 * 4 * numbers * H + cache.memory.nbytes
+    assert [cache.limit for cache in caches] == [9, None]
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def roll_out(prompt, num_tokens, source, segments):
+    """The likeliest token, one whole forward pass each, at one shape; and the least lead it had."""
+    tokens, lead = np.zeros((B, T), np.int32), np.inf
+    tokens[:, : prompt.shape[1]] = prompt
+    for t in range(prompt.shape[1], prompt.shape[1] + num_tokens):
+        row_BV = np.asarray(forward(PARAMS, tokens, source, segments))[:, t - 1]
+        best = np.sort(row_BV)[:, -2:]
+        lead = min(lead, (best[:, 1] - best[:, 0]).min())
+        tokens[:, t] = row_BV.argmax(-1)
+    return tokens[:, prompt.shape[1] : prompt.shape[1] + num_tokens], lead
+
+
+def test_generation_is_the_roll_out_of_the_likeliest(monkeypatch):
+    encoded, memories = [], []
+    encode, call = EncoderDecoder.encode, EncoderDecoder.__call__
+
+    def counted(self, source_BS, *rest, **options):
+        encoded.append(source_BS.shape)
+        return encode(self, source_BS, *rest, **options)
+
+    def noted(self, tokens_BT, *rest, memory=None, **options):
+        memories.append((tokens_BT.shape[1], memory is not None))
+        return call(self, tokens_BT, *rest, memory=memory, **options)
+
+    prompt, lead = ids(B, 2), 0
+    while lead < 1e-3:  # of two that are equal to rounding either may be taken
+        source = ids(B, S)
+        expected, lead = roll_out(prompt, 5, source, padded())
+    monkeypatch.setattr(EncoderDecoder, "encode", counted)
+    monkeypatch.setattr(EncoderDecoder, "__call__", noted)
+    generation._generate.clear_cache()
+    options = {"source_BS": source, "source_segments_BS": padded()}
+    new, caches = generate(model(), prompt, 5, **options)
+    np.testing.assert_array_equal(new, expected)
+    assert encoded == [(B, S)] and set(memories) == {(2, True), (1, False)}
+    # The caches hold the source; a source padded on the other side is the same source.
+    again, _ = generate(model(), prompt, 5, caches=caches)
+    np.testing.assert_array_equal(again, expected)
+    left, on_left = np.full((B, S), V - 1), padded("left")
+    left[on_left == 1] = source[padded() == 1]
+    options = {"source_BS": left, "source_segments_BS": on_left}
+    np.testing.assert_array_equal(generate(model(), prompt, 5, **options)[0], expected)
+
+
+# --- options and mistakes -------------------------------------------------------------------------
+
+
+def test_every_attention_draws_its_own_dropout(monkeypatch):
+    """D1: also where encoder and decoder are given one key."""
+    dropout = {"dropout": 0.5}
+    graph, params = build(
+        dataclasses.replace(
+            OPTIONS,
+            layers=(MultiHead(**dropout), MultiHeadWindow(window=WINDOW, **dropout)),
+            encoder_layers=(MultiHeadFull(**dropout),),
+            cross=MultiHeadCross(**dropout),
+        )
+    )
+    keys = []
+
+    def noted(self, weights):
+        keys.append(self.key)
+        return weights
+
+    monkeypatch.setattr(Dropout, "__call__", noted)
+
+    @_quick
+    def drawn(key):
+        keys.clear()
+        model = merge(graph, params)
+        memory = model.encode(jnp.zeros((1, 2), jnp.int32), dropout_key=key)
+        model(jnp.zeros((1, 2), jnp.int32), memory=memory, dropout_key=key)
+        return [jax.random.key_data(key) for key in keys]
+
+    assert len({tuple(key.tolist()) for key in drawn(jax.random.key(0))}) == 6
+
+
+def test_parameters_and_layers_of_the_model():
+    decoder = DecoderOptions(**SHAPE)
+    plain = nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0)))
+    names = {name: p.shape for name, p in split_shapes(plain).items()}
+    mine = {name: p.shape for name, p in PARAMS.items()}
+    assert names.items() <= mine.items()
+    extra = {name.split("/")[0] for name in set(mine) - set(names)}
+    assert extra == {"blocks", "encoder_blocks", "encoder_norm"}
+    assert list(model().implementations(B, T)) == [
+        "encoder0", "encoder1", "layer0", "layer0/cross", "layer1", "layer1/cross",
+    ]  # fmt: skip
+
+
+def split_shapes(model):
+    _, state = nnx.split(model)
+    return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def memory_of(batch=B, length=S, **changes):
+    index = np.ones((batch, length), np.int32)
+    memory = Memory(np.zeros((batch, length, D), np.float32), places(0, length, batch), index)
+    return dataclasses.replace(memory, **changes)
+
+
+def change(**changes):
+    return lambda: dataclasses.replace(OPTIONS, **changes)
+
+
+LEARNED = types.SimpleNamespace(
+    reads_source=True,
+    options=types.SimpleNamespace(vocab_size=V, position="learned", max_length=4),
+)
+TOKENS = np.zeros((B, 2), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (change(encoder_num_layers=0), r"^model\.encoder_num_layers must be at least 1, got 0$"),
+        (change(encoder_layers=()), r"^model\.encoder_pattern must name at least one"),
+        (change(encoder_layers=(MultiHeadFull(num_kv_heads=3),)), r"^attention\.full: num_kv_"),
+        (change(cross=MultiHeadCross(num_kv_heads=3)), r"^attention\.cross: num_kv_heads must"),
+        (change(cross=MultiHead()), r"^attention\.cross must be cross-attention, got"),
+        (
+            change(layers=(MultiHead(), MultiHeadCross())),
+            r"^model\.pattern names 'window', which is cross-attention; every block",
+        ),
+        (change(encoder_layers=(MultiHeadCross(),)), r"^model\.encoder_pattern names 'full', "),
+        (
+            lambda: model().encode(ids(B, S), np.ones((B, T), np.int32)),
+            r"^source_BS and its segments must be \(B, S\) alike, got \(3, 5\) and \(3, 7\)$",
+        ),
+        (lambda: model().encode(ids(B, S) + V), r"^source id \d+ is outside 0 … 16$"),
+        (lambda: model()(TOKENS), r"^there is no memory to read; pass memory="),
+        (
+            lambda: model()(TOKENS, memory=memory_of(segments_BS=np.ones((B, 2), np.int32))),
+            r"^memory\.segments_BS must be \(B, S\) = \(3, 5\) as its activations, got \(3, 2\)$",
+        ),
+        (
+            lambda: model()(TOKENS, memory=memory_of(2)),
+            r"^the memory has 2 rows for 3 rows of tokens$",
+        ),
+        (
+            lambda: model()(
+                TOKENS, places(0, 2), caches=model().init_caches(B, 4, 9), memory=memory_of()
+            ),
+            r"^the memory is \(B, S\) = \(3, 5\), but the caches are for \(3, 9\)$",
+        ),
+        (
+            lambda: model()(TOKENS, places(0, 2), caches=model().init_caches(B, 4, S)),
+            r"^the caches hold no memory, or only padding; pass memory=",
+        ),
+        (
+            lambda: model()(TOKENS, caches=model().init_caches(B, 4, S), memory=memory_of()),
+            r"^with caches, positions_BT must say",
+        ),
+        (lambda: generate(model(), TOKENS, 1), r"^an encoder-decoder needs source_BS, or caches"),
+        (
+            lambda: generate(model(), TOKENS, 1, source_segments_BS=padded()),
+            r"^source_segments_BS is given, but source_BS is not$",
+        ),
+        (
+            lambda: generate(model(), TOKENS, 1, caches=model().init_caches(B, 4, S)),
+            r"^the caches hold no memory",
+        ),
+        (
+            lambda: generate(model(), TOKENS, 1, source_BS=ids(2, S)),
+            r"^source_BS and source_segments_BS must be \(B, S\) alike for 3 prompts, got \(2, 5\)",
+        ),
+        (
+            lambda: generate(model(), TOKENS, 1, source_BS=ids(B, S) + V),
+            r"^source id \d+ is outside 0 … 16$",
+        ),
+        (
+            lambda: generate(LEARNED, TOKENS, 1, source_BS=ids(B, S)),
+            r"^source position 4 is outside the 4 learned positions",
+        ),
+        (
+            lambda: generate(
+                types.SimpleNamespace(reads_source=False, options=LEARNED.options),
+                TOKENS, 1, source_BS=ids(B, S),
+            ),
+            r"^a decoder reads no source; only an encoder-decoder does$",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_key_mask_of_the_length_of_the_queries_is_refused_by_the_layer():
+    """Z1: a mask with T entries."""
+    layer = model().blocks[0].cross
+    memory = memory_of(segments_BS=np.ones((B, T), np.int32))
+    with pytest.raises(ValueError):
+        layer(random(B, T, D), places(0, T), memory=memory)
