@@ -1,10 +1,10 @@
-"""Evaluates a trained model: ``python eval.py --workdir=runs/gqa``."""
+"""Evaluates a trained model: ``python eval.py --workdir=runs/gqa --attention=0``."""
 
 import dataclasses
 
 from absl import flags
 
-from analysis import evaluation, plots
+from analysis import evaluation, patterns, plots
 from training import command, progress
 from training.checkpoint import CheckpointError
 from training.restore import restore
@@ -13,6 +13,9 @@ from training.settings import OptionError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder, as train.py made it.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "'last', 'best', or a step.")
+ATTENTION = flags.DEFINE_multi_integer(
+    "attention", [], "Also draw the attention patterns of these sequences of the evaluation stream."
+)
 SEQUENCES = flags.DEFINE_integer("sequences", 256, "Sequences per task and length.")
 
 
@@ -21,6 +24,8 @@ def main() -> None:
         raise OptionError("--workdir is needed: a run folder, such as --workdir=runs/gqa")
     if SEQUENCES.value < 1:
         raise OptionError(f"--sequences must be at least 1, got {SEQUENCES.value}")
+    if min(ATTENTION.value, default=0) < 0:
+        raise OptionError(f"--attention must be 0 or more, got {min(ATTENTION.value)}")
     folder = RunFolder(WORKDIR.value)
     run = restore(folder, CHECKPOINT.value)
     rows = evaluation.accuracy_by_length(run.model, run.settings, SEQUENCES.value)
@@ -56,7 +61,10 @@ def main() -> None:
         },
     )
     plots.draw_accuracy_by_length(rows, folder.accuracy_by_length)
-    print(f"saved {folder.evaluation} and {folder.accuracy_by_length}")
+    saved = [folder.evaluation, folder.accuracy_by_length]
+    for index in ATTENTION.value:
+        saved += patterns.draw_sequence(run.model, run.settings, index, folder.path)
+    print(f"saved {', '.join(map(str, saved))}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,22 @@ from matplotlib.figure import Figure
 
 from attention.probe import Probe
 from models import pure
-from tasks import Batch
+from tasks import Batch, evaluation_key
 from tasks.vocabulary import token_name
+from training.settings import Settings
+
+
+def draw_sequence(model, settings: Settings, index: int, folder: Path) -> list[Path]:
+    """Saves the patterns of one evaluation sequence of every task; returns the paths."""
+    paths = []
+    for task in settings.evaluated:
+        key = evaluation_key(settings.eval.seed, index)
+        batch = settings.objective.prepare(task.sample(key, 1), key)
+        _, patterns = read_patterns(model, settings.objective, batch)
+        path = folder / f"attention_{task.name}_{index}.png"
+        draw_patterns(patterns, batch, f"{task.name}, sequence {index}", path)
+        paths.append(path)
+    return paths
 
 
 def read_patterns(model, objective, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -40,34 +54,30 @@ def read_patterns(model, objective, batch: Batch) -> tuple[jax.Array, dict[str, 
     return logits_BTV, {name: values[name] for name in names}
 
 
-def draw_patterns(
-    patterns_NTS: Mapping[str, np.ndarray],
-    queries: Sequence[int],
-    keys: Mapping[str, Sequence[int]],
-    title: str,
-    path: Path,
-) -> None:
+def draw_patterns(patterns: Mapping[str, jax.Array], batch: Batch, title: str, path: Path) -> None:
     """One row of panels a layer, one panel a head; queries downwards, keys to the right.
 
     Args:
-      patterns_NTS: path of a pattern → weights of one sequence.
-      queries: token ids of the queries.
-      keys: path of a pattern → token ids of its keys.
+      patterns: path of a pattern → its weights (B, N, T, S); the first sequence is drawn.
+      batch: the tokens that were read.
       title: of the figure.
       path: of the PNG.
     """
-    rows, columns = len(patterns_NTS), max(len(p) for p in patterns_NTS.values())
-    size = max(2.6, 0.105 * len(queries) + 0.6)
-    figure = Figure(figsize=(size * columns + 0.8, size * rows + 0.6), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for row, (name, pattern_NTS) in zip(panels, patterns_NTS.items(), strict=True):
+    columns = max(weights.shape[1] for weights in patterns.values())
+    size = max(2.6, 0.105 * batch.tokens_BT.shape[1] + 0.6)
+    figure = Figure(
+        figsize=(size * columns + 0.8, size * len(patterns) + 0.6), layout="constrained"
+    )
+    panels = figure.subplots(len(patterns), columns, squeeze=False)
+    for row, (name, weights_BNTS) in zip(panels, patterns.items(), strict=True):
+        queries, keys = _sequences(name, batch)
         for head, axes in enumerate(row):
-            if head >= len(pattern_NTS):
+            if head >= weights_BNTS.shape[1]:
                 axes.set_axis_off()
                 continue
-            image = axes.imshow(pattern_NTS[head], cmap="viridis", vmin=0, vmax=1)
+            image = axes.imshow(np.asarray(weights_BNTS[0, head]), cmap="viridis", vmin=0, vmax=1)
             axes.set_title(f"{name.removesuffix('/pattern')} head {head}", fontsize=8)
-            for axis, tokens in ((axes.xaxis, keys[name]), (axes.yaxis, queries)):
+            for axis, tokens in ((axes.xaxis, keys), (axes.yaxis, queries)):
                 names = [token_name(token) for token in tokens]
                 axis.set_ticks(range(len(names)), names, fontsize=4.5)
             axes.tick_params(axis="x", rotation=90, length=1, pad=1)
@@ -77,3 +87,12 @@ def draw_patterns(
     figure.supxlabel("key", fontsize=8)
     figure.supylabel("query", fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+def _sequences(name: str, batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of the queries and of the keys of a pattern."""
+    tokens = batch.tokens_BT[0].tolist()
+    source = None if batch.source_BS is None else batch.source_BS[0].tolist()
+    if name.startswith("encoder"):
+        return source, source
+    return tokens, source if "/cross/" in name else tokens

@@ -29,7 +29,9 @@ length)`` names the implementation that runs.
 
 from __future__ import annotations
 
+from attention.additive import Additive
 from attention.context import Context
+from attention.latent import Latent
 from attention.linear import Linear
 from attention.multi_head import (
     MultiHead,
@@ -55,6 +57,8 @@ VARIANTS = {
     "masked": MultiHeadMasked,
     "cross": MultiHeadCross,
     "linear": Linear,
+    "mla": Latent,
+    "additive": Additive,
 }
 
 __all__ = ["VARIANTS", "Context"]

@@ -12,6 +12,7 @@ from attention import linear_ops
 from attention.cache import SmearedCache
 from attention.context import Context, matrix, project, silence
 from attention.feature_maps import feature_map, feature_width
+from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.linear_ops import LinearState
 from attention.masks import Causal, Mask
 from attention.memory import Memory
@@ -142,6 +143,41 @@ class LinearAttention(nnx.Module):
         state = 4 * K * feature_width(self.options.feature_map, H) * (H + 1)
         last = 0 if self.smear is None else K * H * jnp.dtype(self.context.dtype).itemsize
         return state + last
+
+    def cost(self, length: int) -> LayerCost:
+        """Of one sequence of T positions: linear in T.
+
+        Weights 4 · T · D · H · (N + K) FLOPs. As a recurrence, every token costs 2 · K · M · E to
+        write and 2 · N · M · (E + 1) to read. In chunks of C, it costs 2 · N · C · (M + E) more.
+        """
+        N, K, H = self.context.num_heads, self.num_kv_heads, self.context.head_width
+        M = feature_width(self.options.feature_map, H)
+        C = min(linear_ops.chunked.__kwdefaults__["chunk"], length)
+        padded = -(-length // C) * C
+        computed = padded * (self._state_flops() + 2 * N * C * (M + H))
+        projected = projected_heads(self.context, K, length, length)
+        # Float32: features, as they are and cut into chunks, values cut into chunks, sums twice;
+        # of one span the scores and the carried states.
+        span = min(padded, 16 * C)
+        return projected + LayerCost(
+            weights=output_flops(self.context, length),
+            visible=length * self._state_flops(),
+            computed=computed,
+            recomputed=computed,
+            kept=4 * length * (2 * (N + K) * M + K * H + 2 * N * (H + 1)),
+            scratch=4 * span * (2 * N * C + K * M * H // C),
+        )
+
+    def decode_flops(self, length: int) -> int:
+        """Of one more token: 4 · D · H · (N + K) and the state's, whatever the length."""
+        del length
+        projected = projected_heads(self.context, self.num_kv_heads, 1, 1)
+        return projected.weights + output_flops(self.context, 1) + self._state_flops()
+
+    def _state_flops(self) -> int:
+        """Of a token that is written to the state and reads it."""
+        N, K, H = self.context.num_heads, self.num_kv_heads, self.context.head_width
+        return 2 * feature_width(self.options.feature_map, H) * (K * H + N * (H + 1))
 
     def implementation(self, batch: int, length: int) -> str:
         """The form that training runs."""

@@ -13,6 +13,7 @@ from attention import masks, ops
 from attention.cache import KVCache, SmearedCache
 from attention.context import Context, matrix, project
 from attention.heads import Heads
+from attention.layer_cost import LayerCost, output_flops, projected_heads, softmax_pairs
 from attention.masks import Causal, First, Full, Global, Mask, Prefix, Window
 from attention.memory import Memory, MemoryCache
 from attention.probe import Probe
@@ -248,6 +249,32 @@ class MultiHeadAttention(nnx.Module):
         """Bytes that one sequence of ``length`` positions keeps: the formula of the cache."""
         return self.heads.cache_bytes(length)
 
+    def cost(self, length: int, memory_length: int | None = None) -> LayerCost:
+        """Of one sequence of T positions, and of S of the memory where the layer reads one.
+
+        Weights 2 · D · H · (2 · N · T + 2 · K · S) FLOPs, pairs 4 · N · H each; S = T without
+        a memory.
+        """
+        T, S = length, length if memory_length is None else memory_length
+        return LayerCost(weights=output_flops(self.context, T)) + self._heads_cost(self.mask, T, S)
+
+    def decode_flops(self, length: int) -> int:
+        """Of one more token whose cache then holds ``length`` positions, or so many of the memory.
+
+        Weights 4 · D · H · (N + K), without the keys and values where they are the memory's;
+        4 · N · H for each position that the mask lets the token see.
+        """
+        new_keys = 0 if self.options.reads_memory else 1
+        projected = projected_heads(self.context, self.heads.num_kv_heads, 1, new_keys)
+        H, seen = self.context.head_width, self.mask.count(1, length)
+        pairs = 4 * self.context.num_heads * H * seen
+        return projected.weights + output_flops(self.context, 1) + pairs
+
+    def _heads_cost(self, mask: Mask, T: int, S: int) -> LayerCost:
+        N, H = self.context.num_heads, self.context.head_width
+        projected = projected_heads(self.context, self.heads.num_kv_heads, T, S)
+        return projected + softmax_pairs(mask, N, 2 * H, T, S)
+
     def implementation(self, batch: int, length: int) -> str:
         """Name of the implementation of softmax attention that training on this shape runs."""
         return self.heads.explain(batch, length).chosen
@@ -335,3 +362,13 @@ class LongformerAttention(MultiHeadAttention):
     def cache_bytes(self, length: int) -> int:
         """Bytes that one sequence of ``length`` positions keeps: the formula of both caches."""
         return self.heads.cache_bytes(length) + self.global_heads.cache_bytes(length)
+
+    def cost(self, length: int, memory_length: int | None = None) -> LayerCost:
+        """That of the local heads, and of the global ones, which project every position too."""
+        own = super().cost(length, memory_length)
+        return own + self._heads_cost(self.global_heads.mask, length, length)
+
+    def decode_flops(self, length: int) -> int:
+        """As without global projections, and 2 · D · H · (N + 2 · K) for these."""
+        projected = projected_heads(self.context, self.global_heads.num_kv_heads, 1, 1)
+        return super().decode_flops(length) + projected.weights

@@ -20,7 +20,7 @@ from models import generate as generation
 from models.decoder import Decoder, DecoderOptions
 from models.encoder_decoder import CrossBlockCache, EncoderDecoder, EncoderDecoderOptions
 from models.generate import generate
-from models.pure import merge, split
+from models.pure import merge
 from tests import oracles
 from tests.attending import same_bits
 from tests.oracles import assert_close
@@ -61,17 +61,28 @@ def ids(*shape, low=0, high=SYMBOLS):
     return np.random.default_rng().integers(low, high, shape).astype(np.int32)
 
 
-def build(options):
-    """A model with no parameter at the 0 or 1 that it starts from."""
-    graph, params = split(nnx.jit(EncoderDecoder, static_argnums=0)(options, nnx.Rngs(0)))
+def shapes(make):
+    """Structure and shapes of a module by path; nothing is computed."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    flat = nnx.to_flat_state(state)
+    return graph, {"/".join(map(str, path)): leaf.shape for path, leaf in flat}
+
+
+def graph_of(options):
+    return shapes(lambda: EncoderDecoder(options, nnx.Rngs(0)))[0]
+
+
+def random_parameters(shapes_by_path):
+    """No parameter at 0, and gains about 1."""
     rng = np.random.default_rng(1)
-    return graph, {
-        name: jnp.asarray(np.asarray(p) + 0.2 * rng.standard_normal(p.shape).astype(np.float32))
-        for name, p in params.items()
+    return {
+        path: jnp.asarray(0.4 * rng.standard_normal(shape) + path.endswith("gain_D"), "float32")
+        for path, shape in shapes_by_path.items()
     }
 
 
-GRAPH, PARAMS = build(OPTIONS)
+GRAPH, SHAPES = shapes(lambda: EncoderDecoder(OPTIONS, nnx.Rngs(0)))
+PARAMS = random_parameters(SHAPES)
 
 
 def model():
@@ -93,6 +104,9 @@ def logits(params, tokens, source, source_segments, segments=None):
 
 
 forward = _quick(logits)
+
+
+encode = _quick(lambda source, segments: model().encode(source, segments))
 
 
 @_quick
@@ -174,13 +188,12 @@ def test_logits_equal_a_float64_oracle_on_sources_without_padding(side):
 def test_a_mask_of_keys_is_a_mask_of_keys(length):
     """Z1: T above and below S = 3; the gradient of masked memory is 0."""
     context = Context(d_model=1, num_heads=1, head_width=1, rotary=False)
-    make = nnx.jit(lambda: MultiHeadCross().build(context, nnx.Rngs(0)))
-    graph, params = split(make())
+    graph, by_path = shapes(lambda: MultiHeadCross().build(context, nnx.Rngs(0)))
     # No scores, and values that are the memory itself.
     values = {"w_q_DNH": 0, "w_k_DKH": 0, "w_v_DKH": 1, "w_o_NHD": 1}
     layer = merge(
         graph,
-        {name: jnp.full(p.shape, values[name.split("/")[-1]], "f") for name, p in params.items()},
+        {path: jnp.full(p, values[path.split("/")[-1]], "f") for path, p in by_path.items()},
     )
     segments = np.array([[1, 1, 1], [1, 0, 0]], np.int32)
 
@@ -257,7 +270,7 @@ def test_a_source_of_padding_alone_is_no_nan():
 
 def test_masked_memory_has_no_gradient_and_its_garbage_reaches_nothing():
     tokens, do = ids(B, T), random(B, T, V)
-    memory = _quick(lambda source: model().encode(source, padded()))(ids(B, S))
+    memory = encode(ids(B, S), padded())
     valid = padded() == 1
 
     @_quick
@@ -285,8 +298,8 @@ def test_the_decoder_looks_back_and_the_encoder_both_ways():
     other[:, -1] = (other[:, -1] + 1) % SYMBOLS
     after = np.asarray(forward(PARAMS, tokens, other, full))
     assert not np.isclose(before, after).all(-1).any()
-    encode = _quick(lambda source: model().encode(source).x_BSD)
-    assert not np.isclose(encode(source)[:, 0], encode(other)[:, 0]).all(-1).any()
+    first, second = (encode(x, full).x_BSD[:, 0] for x in (source, other))
+    assert not np.isclose(first, second).all(-1).any()
 
 
 def test_rows_of_a_batch_are_independent():
@@ -313,12 +326,12 @@ def test_padding_of_the_tokens_moves_nothing():
 # --- caches ---------------------------------------------------------------------------------------
 
 
-def decode(tokens, memory, sizes, caches, params=PARAMS, graph=GRAPH):
+def decode(tokens, memory, sizes, caches, graph=GRAPH):
     """Logits and heads through caches; only the first call is shown the memory."""
     parts, start = [], 0
     for size in sizes:
         part, caches = decode_part(
-            graph, params, tokens[:, start : start + size], places(start, start + size), caches,
+            graph, PARAMS, tokens[:, start : start + size], places(start, start + size), caches,
             memory if start == 0 else None,
         )  # fmt: skip
         parts.append(part)
@@ -337,26 +350,26 @@ def decode_part(graph, params, tokens, positions, caches, memory):
 @pytest.mark.parametrize("sizes", [(1,) * T, (3, 3, 1), (T,)], ids=str)
 def test_decoding_is_the_whole_at_once(sizes):
     """C1: logits and the heads of every layer, the encoder's keys and values computed once."""
-    tokens, memory = ids(B, T), model().encode(ids(B, S), padded())
+    tokens, memory = ids(B, T), encode(ids(B, S), padded())
     whole, _ = decode_part(GRAPH, PARAMS, tokens, places(0, T), None, memory)
     got, caches = decode(tokens, memory, sizes, model().init_caches(B, T, S))
     assert sorted(got) == sorted(whole) == sorted(("logits", *HEADS))
     for name, expected in whole.items():
         assert_close(got[name], expected, what=name)
     # Another memory and prompt in the used caches: bit for bit what new ones give.
-    second, other = ids(B, T), model().encode(ids(B, S))
+    second, other = ids(B, T), encode(ids(B, S), padded("left"))
     fresh, _ = decode(second, other, sizes, model().init_caches(B, T, S))
     for used in (caches, [cache.reset() for cache in caches]):
         jax.tree.map(same_bits, decode(second, other, sizes, used)[0], fresh)
 
 
 def test_decoding_in_bfloat16():
-    graph, params = build(dataclasses.replace(OPTIONS, dtype="bfloat16"))
-    narrow, tokens = merge(graph, params), ids(B, T)
-    memory = narrow.encode(ids(B, S), padded())
-    whole, _ = decode_part(graph, params, tokens, places(0, T), None, memory)
+    graph = graph_of(dataclasses.replace(OPTIONS, dtype="bfloat16"))
+    narrow, tokens = merge(graph, PARAMS), ids(B, T)
+    memory = _quick(narrow.encode)(ids(B, S), padded())
+    whole, _ = decode_part(graph, PARAMS, tokens, places(0, T), None, memory)
     caches = narrow.init_caches(B, T, S)
-    got, after = decode(tokens, memory, (1,) * T, caches, params, graph)
+    got, after = decode(tokens, memory, (1,) * T, caches, graph)
     assert memory.x_BSD.dtype == whole["layer0/cross/head"].dtype == jnp.bfloat16
     for name, expected in whole.items():
         expected, actual = np.asarray(expected, "f"), np.asarray(got[name], "f")
@@ -395,11 +408,11 @@ def roll_out(prompt, num_tokens, source, segments):
 
 def test_generation_is_the_roll_out_of_the_likeliest(monkeypatch):
     encoded, memories = [], []
-    encode, call = EncoderDecoder.encode, EncoderDecoder.__call__
+    inner, call = EncoderDecoder.encode, EncoderDecoder.__call__
 
     def counted(self, source_BS, *rest, **options):
         encoded.append(source_BS.shape)
-        return encode(self, source_BS, *rest, **options)
+        return inner(self, source_BS, *rest, **options)
 
     def noted(self, tokens_BT, *rest, memory=None, **options):
         memories.append((tokens_BT.shape[1], memory is not None))
@@ -430,13 +443,13 @@ def test_generation_is_the_roll_out_of_the_likeliest(monkeypatch):
 
 def test_every_attention_draws_its_own_dropout(monkeypatch):
     """D1: also where encoder and decoder are given one key."""
-    dropout = {"dropout": 0.5}
-    graph, params = build(
+    half = functools.partial(dataclasses.replace, dropout=0.5)
+    graph = graph_of(
         dataclasses.replace(
             OPTIONS,
-            layers=(MultiHead(**dropout), MultiHeadWindow(window=WINDOW, **dropout)),
-            encoder_layers=(MultiHeadFull(**dropout),),
-            cross=MultiHeadCross(**dropout),
+            layers=tuple(map(half, OPTIONS.layers)),
+            encoder_layers=tuple(map(half, OPTIONS.encoder_layers)),
+            cross=half(OPTIONS.cross),
         )
     )
     keys = []
@@ -450,7 +463,7 @@ def test_every_attention_draws_its_own_dropout(monkeypatch):
     @_quick
     def drawn(key):
         keys.clear()
-        model = merge(graph, params)
+        model = merge(graph, PARAMS)
         memory = model.encode(jnp.zeros((1, 2), jnp.int32), dropout_key=key)
         model(jnp.zeros((1, 2), jnp.int32), memory=memory, dropout_key=key)
         return [jax.random.key_data(key) for key in keys]
@@ -459,21 +472,13 @@ def test_every_attention_draws_its_own_dropout(monkeypatch):
 
 
 def test_parameters_and_layers_of_the_model():
-    decoder = DecoderOptions(**SHAPE)
-    plain = nnx.eval_shape(lambda: Decoder(decoder, nnx.Rngs(0)))
-    names = {name: p.shape for name, p in split_shapes(plain).items()}
-    mine = {name: p.shape for name, p in PARAMS.items()}
-    assert names.items() <= mine.items()
-    extra = {name.split("/")[0] for name in set(mine) - set(names)}
+    _, plain = shapes(lambda: Decoder(DecoderOptions(**SHAPE), nnx.Rngs(0)))
+    assert plain.items() <= SHAPES.items()
+    extra = {name.split("/")[0] for name in set(SHAPES) - set(plain)}
     assert extra == {"blocks", "encoder_blocks", "encoder_norm"}
     assert list(model().implementations(B, T)) == [
         "encoder0", "encoder1", "layer0", "layer0/cross", "layer1", "layer1/cross",
     ]  # fmt: skip
-
-
-def split_shapes(model):
-    _, state = nnx.split(model)
-    return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
 def memory_of(batch=B, length=S, **changes):

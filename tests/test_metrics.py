@@ -41,7 +41,11 @@ def by_hand(logits_BTV, targets_BT, weights_BT):
                 hits.append(max(range(7), key=exact.__getitem__) == target)
         correct, answers = correct + sum(hits), answers + len(hits)
         if hits:
-            whole, sequences, chance = whole + all(hits), sequences + 1, chance + CHANCE ** len(hits)
+            whole, sequences, chance = (
+                whole + all(hits),
+                sequences + 1,
+                chance + CHANCE ** len(hits),
+            )
     return {
         "loss": loss / answers,
         "accuracy": correct / answers,

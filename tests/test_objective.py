@@ -62,9 +62,9 @@ def test_what_does_not_count_may_be_anything(bad):
 def test_nothing_counted_is_zero():
     """Case O2: all-masked batch."""
     batch = Batch(jnp.ones((2, 3), jnp.int32), jnp.ones((2, 3), jnp.int32), jnp.zeros((2, 3)))
-    loss, gradient = jax.value_and_grad(
-        lambda logits_BTV: loss_of(logits_BTV, batch, "answers")
-    )(jnp.ones((2, 3, 5)))
+    loss, gradient = jax.value_and_grad(lambda logits_BTV: loss_of(logits_BTV, batch, "answers"))(
+        jnp.ones((2, 3, 5))
+    )
     assert float(loss) == 0
     assert not np.any(gradient)
 

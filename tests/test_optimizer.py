@@ -65,7 +65,12 @@ class AdamWByHand:
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_steps_against_float64(schedule):
     rng = np.random.default_rng()
-    shapes = {"blocks/0/w_q_DNH": (3, 2, 5), "w_head_DV": (4, 3), "norm/gain_D": (7,), "q_NH": (2, 3)}
+    shapes = {
+        "blocks/0/w_q_DNH": (3, 2, 5),
+        "w_head_DV": (4, 3),
+        "norm/gain_D": (7,),
+        "q_NH": (2, 3),
+    }
     params = {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes.items()}
     chosen = options(schedule=schedule)
     oracle = AdamWByHand(chosen, 6, params, {"blocks/0/w_q_DNH", "w_head_DV"})

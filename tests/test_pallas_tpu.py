@@ -17,7 +17,6 @@ from attention.tile_table import tile_table
 from tests import oracles
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
-
 # Most of the time here is compile time.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

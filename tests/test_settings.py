@@ -5,6 +5,7 @@ import pytest
 from configs import base, gqa, mha, mqa
 from tasks import Copy, Induction
 from tests import tiny
+from training.resolve import resolve
 from training.settings import OptionError, settings
 
 # What is changed in a config that is right, and what the message has to say: the option as the
@@ -112,6 +113,18 @@ MISTAKES = {
     "negative init_seed": ({"model.init_seed": -1}, ["model.init_seed", "-1", str(2**32 - 1)]),
     "negative data_seed": ({"train.data_seed": -1}, ["train.data_seed", "-1", str(2**32 - 1)]),
     "negative evaluation seed": ({"eval.seed": -1}, ["eval.seed", "-1", str(2**32 - 1)]),
+    # Objectives.
+    "unknown objective": ({"train.objective": "next"}, ["train.objective", "next_token", "'next'"]),
+    "mask_rate of another objective": (
+        {"train.mask_rate": 0.3}, ["train.mask_rate", "0.3", "train.objective", "unset"]
+    ),
+    "no mask_rate": (
+        {"train.objective": "masked_token"}, ["train.mask_rate", "number", "None"]
+    ),
+    "nothing masked": (
+        {"train.objective": "masked_token", "train.mask_rate": 0.0},
+        ["train.mask_rate", "above 0", "0.0"],
+    ),
     # Next-token training under a mask that shows the next token.
     "a mask that sees the answer": (
         {"attention.gqa.variant": "full"}, ["layer 0", "Full()", "next_token", "causal"]
@@ -130,18 +143,20 @@ def put(config: dict, name: str, value) -> None:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_with_option_value_and_what_is_right(mistake):
     changes, pieces = MISTAKES[mistake]
-    config = tiny.config()
+    config = tiny.options()
     for name, value in changes.items():
         put(config, name, value)
-    with pytest.raises(OptionError) as caught:
-        settings(config)
+    with pytest.raises(ValueError) as caught:
+        settings(resolve(config))
     message = str(caught.value)
     assert "\n" not in message
     missing = [piece for piece in pieces if piece not in message]
     assert not missing, f"{message!r} does not say {missing}"
 
 
-@pytest.mark.parametrize("name", ["seed", "task.copy", "train.steps", "attention.gqa.dropout", "task.copy.share"])
+@pytest.mark.parametrize(
+    "name", ["seed", "task.copy", "train.steps", "attention.gqa.dropout", "task.copy.share"]
+)
 def test_a_missing_option_is_named(name):
     """As in the config.json of another version."""
     config = tiny.config()
@@ -163,9 +178,7 @@ def test_a_whole_number_does_for_a_real_one():
 
 
 def test_unset_options_take_what_the_docs_say():
-    config = base.get_config().to_dict()
-    config["attention"] = {"mha": config["attention"]["mha"]}
-    found = settings(config)
+    found = settings(resolve(base.get_config().to_dict()))
     assert (found.init_seed, found.train_seed, found.eval.seed) == (0, 0, 1000)
     assert found.model.d_ff == 4 * 64
     assert found.model.context().head_width == 64 // 4
@@ -198,15 +211,12 @@ def test_a_task_without_a_share_sets_no_bounds():
 
 def test_key_value_heads_are_a_number():
     for config, heads in ((mha, 4), (gqa, 2), (mqa, 1)):
-        plain = config.get_config().to_dict()
-        (name,) = plain["model"]["pattern"]
-        plain["attention"] = {name: plain["attention"][name]}
-        layer = settings(plain).model.layer(1)
-        assert layer.kv_heads(settings(plain).model.context()) == heads
+        model = settings(resolve(config.get_config().to_dict())).model
+        assert model.layer(1).kv_heads(model.context()) == heads
 
 
 def test_a_pattern_is_cycled_over_the_depth():
     config = base.get_config()
     config.model.num_layers, config.model.pattern = 5, ("mqa", "mha")
-    found = settings(config.to_dict()).model
+    found = settings(resolve(config.to_dict())).model
     assert [found.layer(i).num_kv_heads for i in range(5)] == [1, None, 1, None, 1]

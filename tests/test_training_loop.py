@@ -123,7 +123,9 @@ def test_lines_stand_where_the_options_put_them(once):
         for name in ("gradient_norm", "tokens_per_second", "learning_rate"):
             assert ("loss" in line) == (name in line)
             assert line.get(name, 1) > 0
-    assert lines == [json.loads(text) for text in (folder / "metrics.jsonl").read_text().split("\n")[:-1]]
+    assert lines == [
+        json.loads(text) for text in (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
 
 
 def test_steps_against_a_loop_in_numpy(once):
@@ -151,7 +153,9 @@ def test_steps_against_a_loop_in_numpy(once):
         params = {name: jnp.asarray(value, jnp.float32) for name, value in oracle.params.items()}
         loss, grads = gradients(params, index)
         losses.append(float(loss))
-        norms.append(math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in grads.values())))
+        norms.append(
+            math.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in grads.values()))
+        )
         oracle.step(grads)
     rates = [0.003 * (count + 1) / 4 for count in range(3)]
     rates += [0.003 * (0.1 + 0.45 * (1 + math.cos(math.pi * done / 7))) for done in range(7)]
@@ -372,7 +376,10 @@ SAVES_AT_2 = tiny.config(checkpoint__every=2)
 def poison(value):
     def put(state):
         name = sorted(state.params)[0]
-        params = {**state.params, name: state.params[name].at[(0,) * state.params[name].ndim].set(value)}
+        params = {
+            **state.params,
+            name: state.params[name].at[(0,) * state.params[name].ndim].set(value),
+        }
         return dataclasses.replace(state, params=params)
 
     return put
@@ -403,7 +410,9 @@ def test_parameters_that_are_not_finite_stop_the_run(tmp_path, monkeypatch, valu
     with pytest.raises(loop.Diverged, match=r"(loss|gradient_norm) is -?(nan|inf) at step 3\b"):
         train(tmp_path / "run", SAVES_AT_2)
     assert saved_steps(tmp_path / "run") == [2]
-    assert all(np.all(np.isfinite(p)) for p in jax.tree.leaves(saved_state(tmp_path / "run", 2).params))
+    assert all(
+        np.all(np.isfinite(p)) for p in jax.tree.leaves(saved_state(tmp_path / "run", 2).params)
+    )
     assert [line["step"] for line in RunFolder(tmp_path / "run").read_metrics()] == [0, 2]
     # Without the fault, the same command goes on from there.
     monkeypatch.undo()

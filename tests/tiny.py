@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs import gqa
+from training.resolve import resolve
 
 TINY = {
     "model.num_layers": 1,
@@ -33,11 +34,13 @@ def flags(**changes) -> list[str]:
     return [f"--config.{name}={value}" for name, value in _changed(changes).items()]
 
 
-def config(get_config=gqa.get_config, **changes) -> dict:
-    """TINY as the resolved config that the commands would make of it."""
+def options(get_config=gqa.get_config, **changes) -> dict:
+    """All options of a config file with those of TINY, as plain dicts."""
     result = get_config()
     result.update_from_flattened_dict(_changed(changes))
-    plain = result.to_dict()
-    used = plain["model"]["pattern"]
-    plain["attention"] = {k: v for k, v in plain["attention"].items() if k in used}
-    return plain
+    return result.to_dict()
+
+
+def config(get_config=gqa.get_config, **changes) -> dict:
+    """Those of them that a run reads, as the commands would have it."""
+    return resolve(options(get_config, **changes))

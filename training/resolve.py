@@ -71,5 +71,6 @@ def _tasks(config: Mapping) -> list[str]:
 
 def pattern_names(pattern: str | Iterable[str]) -> tuple[str, ...]:
     """The names in a pattern: a tuple of them, or a text such as ``linear,linear,causal``."""
-    names = pattern.split(",") if isinstance(pattern, str) else pattern
-    return tuple(str(name).strip() for name in names)
+    # On the command line a text becomes a tuple that holds the whole text.
+    names = pattern if isinstance(pattern, str) else ",".join(map(str, pattern))
+    return tuple(name.strip() for name in names.split(","))
