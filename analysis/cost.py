@@ -120,30 +120,24 @@ def rows(bill: Cost) -> list[tuple[str, str, str]]:
     table.append(_size(f"parameters in {bill.dtype}", bill.parameter_bytes))
     for name, flops in (("forward", bill.forward), ("backward", bill.backward)):
         table += [
-            _count(f"FLOPs per token, {name}: visible pairs", bill.per_token(flops.visible)),
-            _count(
-                f"FLOPs per token, {name}: as the reference computes",
-                bill.per_token(flops.computed),
-            ),
+            _count(f"{name} FLOPs per token, visible pairs", bill.per_token(flops.visible)),
+            _count(f"{name} FLOPs per token, as computed", bill.per_token(flops.computed)),
         ]
     if bill.cache is None:
-        table.append(("cache", "none", "later keys are seen: no decoding"))
+        table.append(("cache", "none", "later keys are seen"))
     else:
         cache = bill.cache
         table += [
-            _count(f"FLOPs of one more token after {T - 1:,}, with the cache", bill.decode),
+            _count(f"FLOPs of token {T:,} by the cache", bill.decode),
             _size("cache per token", cache.bytes_per_token),
-            _size(
-                "cache per token, if every query head had a key and a value",
-                cache.multi_head_bytes_per_token,
-            ),
-            _size(f"cache of one sequence of {T:,}", cache.sequence_bytes),
-            _size(f"cache of {B:,}", cache.total_bytes),
+            _size("cache per token, as multi-head attention", cache.multi_head_bytes_per_token),
+            _size(f"cache of a sequence of {T:,}", cache.sequence_bytes),
+            _size(f"cache of {B:,} sequences", cache.total_bytes),
         ]
     for name, activations in (("inference", bill.inference), ("training", bill.training)):
         table += [
-            _size(f"peak activations, {name}: reference (about)", activations.dense),
-            _size(f"peak activations, {name}: tiled (about)", activations.tiled),
+            _size(f"{name} activations, reference (about)", activations.dense),
+            _size(f"{name} activations, tiled (about)", activations.tiled),
         ]
     return table
 
@@ -167,7 +161,7 @@ def _check(options, length, batch, dtype, source_length) -> None:
 
 
 def _count(what: str, number: int | Fraction) -> tuple[str, str, str]:
-    exact = f"{number:,}" if isinstance(number, int) else f"{float(number):,.1f}"
+    exact = f"{int(number):,}" if number.denominator == 1 else f"{float(number):,.1f}"
     return what, exact, _rounded(float(number), 1000, ("", " k", " M", " G", " T", " P"))
 
 

@@ -128,9 +128,9 @@ class Terms:
         return inference, training
 
     def _activations(self, itemsize: int, dense: bool) -> tuple[int, int]:
-        """Of one sequence, forward: the residual stream and the most that a layer needs, which of
-        what it would keep is half. With the gradient: what all layers keep, and the scores, the
-        hidden arrays or the logits once more, whichever are largest.
+        """Of one sequence, forward: the residual stream and the most that a layer needs. With the
+        gradient: what all layers keep, and the scores, the hidden arrays or the logits once more,
+        whichever are largest.
         """
         D, F = self.options.d_model, self.options.d_ff
         at_once, needed = HIDDEN_ARRAYS[self.options.mlp]
@@ -143,8 +143,8 @@ class Terms:
             kept += repeat * ((0 if block.mlp is None else stream) + needed * hidden)
             for layer in self._layer_costs(block, T):
                 scores = layer.scores if dense else 0
-                forward = max(forward, stream + layer.kept // 2 + scores + layer.scratch)
-                backward = max(backward, stream + scores + 2 * layer.scratch)
+                forward = max(forward, stream + layer.in_forward + scores)
+                backward = max(backward, stream + scores + layer.in_backward)
                 kept += repeat * (2 * stream + layer.kept + scores)
         return forward, kept + backward
 

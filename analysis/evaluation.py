@@ -59,18 +59,17 @@ def accuracy_by_length(model: Decoder, settings: Settings, sequences: int) -> li
 def _at_length(
     model: Decoder, settings: Settings, task: Task, length: int, sequences: int
 ) -> LengthResult:
-    # With an answer of fixed length, what is generated can be compared with what is forced.
-    answers = (length - 1) // 2
-    length = 2 * answers + 1
-    row = LengthResult(task.name, length, length <= settings.task.length, task.chance)
-    if settings.model.position == "learned" and length > settings.model.max_length:
+    # With answers of fixed length, what is generated can be compared with what is forced.
+    can_generate = hasattr(task, "fixed") and settings.objective.generates
+    try:
+        task = task.fixed(length) if can_generate else task.at_length(length)
+    except ValueError as error:
+        row = LengthResult(task.name, length, length <= settings.task.length, task.chance)
+        return dataclasses.replace(row, note=str(error))
+    row = LengthResult(task.name, task.length, length <= settings.task.length, task.chance)
+    if settings.model.position == "learned" and task.length > settings.model.max_length:
         note = f"there are {settings.model.max_length} learned positions"
         return dataclasses.replace(row, note=note)
-    can_generate = hasattr(task, "with_length")
-    try:
-        task = task.with_length(answers) if can_generate else task.at_length(length)
-    except ValueError as error:
-        return dataclasses.replace(row, note=str(error))
     key = evaluation_key(settings.eval.seed, 2**31 + length)
     batch = task.sample(key, sequences)
     graph, params = split(model)
@@ -79,9 +78,11 @@ def _at_length(
         row, accuracy=forced["accuracy"], sequence_accuracy=forced["sequence_accuracy"]
     )
     if not can_generate:
-        return dataclasses.replace(row, note="the answers of this task stand apart")
+        return dataclasses.replace(row, note="nothing is generated with this task and objective")
     start = task.first_answer
-    tokens, _ = generate(model, batch.tokens_BT[:, : start + 1], answers)
+    tokens, _ = generate(
+        model, batch.tokens_BT[:, : start + 1], task.length - start, **batch.source_arguments()
+    )
     right = np.asarray(tokens == batch.targets_BT[:, start:])
     return dataclasses.replace(
         row,
@@ -113,11 +114,12 @@ def parameters_by_part(params: dict) -> dict[str, int]:
 
 
 def _part(path: str) -> str:
-    names = path.split("/")
-    if names[0] == "blocks":
-        return "norms" if names[2].endswith("norm") else names[2]
+    owner, *names = path.split("/")
+    if owner in ("blocks", "encoder_blocks"):
+        side = "encoder " if owner == "encoder_blocks" else ""
+        return "norms" if names[1].endswith("norm") else side + names[1]
     return {"w_embed_VD": "embedding", "w_position_TD": "positions", "w_head_DV": "head"}.get(
-        names[0], "norms"
+        owner, "norms"
     )
 
 
@@ -127,10 +129,11 @@ def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
     Raises:
       RuntimeError: the allocated cache is not what the formula says.
     """
-    layers = [block.attention for block in model.blocks]
+    layers = model.caching_layers()
     per_token = sum(layer.cache_bytes_per_token() for layer in layers)
     formula = sum(layer.cache_bytes(length) for layer in layers)
-    allocated = sum(cache.nbytes for cache in model.init_caches(1, length))
+    lengths = (length, length) if model.reads_source else (length,)
+    allocated = sum(cache.nbytes for cache in model.init_caches(1, *lengths))
     if allocated != formula:
         raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {formula}")
     return {"per_token": per_token, "at_length": length, "allocated": allocated}

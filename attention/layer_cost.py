@@ -16,7 +16,7 @@ class LayerCost:
 
     A multiplication and an addition are two FLOPs. Products are counted, and the score network of
     additive attention; what is done to single numbers (norms, rotation, softmax, feature maps) is
-    not, and is 2 to 5% more at a head width of 64.
+    not, and is 1 to 5% more at a head width of 64.
 
     Attributes:
       weights: FLOPs of the products with parameters.
@@ -25,7 +25,8 @@ class LayerCost:
       recomputed: FLOPs of the forward pass that the backward pass does again.
       kept: bytes of activations that the backward pass needs, apart from ``scores``.
       scores: bytes held for all pairs by an implementation without tiles, and by no other.
-      scratch: bytes besides that are held only while the layer runs.
+      in_forward: bytes held at once in a forward pass alone, apart from ``scores``.
+      in_backward: bytes besides ``kept``, held while the backward pass of the layer runs.
     """
 
     weights: int = 0
@@ -34,7 +35,8 @@ class LayerCost:
     recomputed: int = 0
     kept: int = 0
     scores: int = 0
-    scratch: int = 0
+    in_forward: int = 0
+    in_backward: int = 0
 
     def __add__(self, other: LayerCost) -> LayerCost:
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -58,13 +60,12 @@ def softmax_pairs(mask: Mask, num_heads: int, widths: int, T: int, S: int) -> La
 def projected_heads(context: Context, kv_heads: int, T: int, S: int) -> LayerCost:
     """q, k, v = x W_Q, x W_K, x W_V: 2 · D · H · (N · T + 2 · K · S) FLOPs, without the output.
 
-    Kept are q, k, v, the heads and one more array of their size.
+    Kept are q, k, v, the heads and one more array of their size; half of it exists at once.
     """
     D, N, H = context.d_model, context.num_heads, context.head_width
-    return LayerCost(
-        weights=2 * D * H * (N * T + 2 * kv_heads * S),
-        kept=itemsize(context) * H * (3 * N * T + 2 * kv_heads * S),
-    )
+    kept = itemsize(context) * H * (3 * N * T + 2 * kv_heads * S)
+    weights = 2 * D * H * (N * T + 2 * kv_heads * S)
+    return LayerCost(weights=weights, kept=kept, in_forward=kept // 2)
 
 
 def output_flops(context: Context, T: int) -> int:

@@ -158,14 +158,16 @@ class LinearAttention(nnx.Module):
         projected = projected_heads(self.context, K, length, length)
         # Float32: features, as they are and cut into chunks, values cut into chunks, sums twice;
         # of one span the scores and the carried states.
-        span = min(padded, 16 * C)
+        kept = 4 * length * (2 * (N + K) * M + K * H + 2 * N * (H + 1))
+        span = 4 * min(padded, 16 * C) * (2 * N * C + K * M * H // C)
         return projected + LayerCost(
             weights=output_flops(self.context, length),
             visible=length * self._state_flops(),
             computed=computed,
             recomputed=computed,
-            kept=4 * length * (2 * (N + K) * M + K * H + 2 * N * (H + 1)),
-            scratch=4 * span * (2 * N * C + K * M * H // C),
+            kept=kept,
+            in_forward=kept // 2 + span,
+            in_backward=2 * span,
         )
 
     def decode_flops(self, length: int) -> int:

@@ -42,6 +42,38 @@ def linear(**changes) -> ConfigDict:
     return group
 
 
+def latent(**changes) -> ConfigDict:
+    """Options of multi-head latent attention; see ``attention.latent``."""
+    group = ConfigDict(
+        {
+            "variant": "mla",
+            "latent_rank": 24,  # numbers of the latent that restores keys and values
+            "rope_width": placeholder(int),  # of the shared rotary key; unset: half a head
+            "query_rank": placeholder(int),  # unset: queries are projected directly
+            "scale": placeholder(float),  # unset: 1/sqrt(head width + rotary width)
+            "dropout": 0.0,
+            "smeared_keys": False,
+        }
+    )
+    group.update(changes)
+    return group
+
+
+def additive(**changes) -> ConfigDict:
+    """Options of additive attention; see ``attention.additive``."""
+    group = ConfigDict(
+        {
+            "variant": "additive",
+            "num_kv_heads": placeholder(int),
+            "mask_expression": "Causal()",  # any mask that the layer's use allows
+            "dropout": 0.0,
+            "smeared_keys": False,
+        }
+    )
+    group.update(changes)
+    return group
+
+
 def get_config() -> ConfigDict:
     """The defaults: two layers that learn copying and induction in about a minute on 2 cores."""
     config = ConfigDict()
@@ -87,6 +119,8 @@ def get_config() -> ConfigDict:
     )
     attention.cross = multi_head(variant="cross")  # of every decoder layer in encoder-decoders
     attention.linear = linear()
+    attention.mla = latent()
+    attention.additive = additive()
 
     config.task = task = ConfigDict()
     task.vocab_size = 64  # ids, the four special ones included

@@ -201,6 +201,10 @@ class Decoder(nnx.Module):
         """An empty cache for every layer, for sequences of up to ``length`` positions."""
         return [block.attention.init_cache(batch, length, dtype) for block in self.blocks]
 
+    def caching_layers(self) -> list:
+        """The attention layers that keep something when decoding."""
+        return [block.attention for block in self.blocks]
+
     def implementations(self, batch: int, length: int) -> dict[str, str]:
         """Which implementation of attention each layer runs when training on this shape."""
         return {

@@ -226,6 +226,10 @@ class EncoderDecoder(Decoder):
             segments_BT=segments_BT, memory=memory,
         )  # fmt: skip
 
+    def caching_layers(self) -> list:
+        """The attention layers that keep something when decoding."""
+        return super().caching_layers() + [block.cross for block in self.blocks]
+
     def init_caches(
         self, batch: int, length: int, memory_length: int, dtype=None
     ) -> list[CrossBlockCache]:

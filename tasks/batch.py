@@ -32,3 +32,9 @@ class Batch:
     def source_segments_BS(self) -> jax.Array:
         """int32; 1 for the tokens of the source, 0 for its padding."""
         return (self.source_BS != PAD).astype(jnp.int32)
+
+    def source_arguments(self) -> dict[str, jax.Array]:
+        """The source as arguments of ``models.generate``; nothing where there is none."""
+        if self.source_BS is None:
+            return {}
+        return {"source_BS": self.source_BS, "source_segments_BS": self.source_segments_BS}

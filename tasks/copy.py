@@ -101,6 +101,10 @@ class Copy:
             max_length=string_length,
         )
 
+    def fixed(self, length: int) -> Self:
+        """The task with all answers at the same places and as long as ``length`` allows."""
+        return self.with_length((length - 1) // 2)
+
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         length_key, symbol_key = jax.random.split(key)
         n_B1 = jax.random.randint(

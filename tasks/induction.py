@@ -103,6 +103,10 @@ class Induction:
             self, length=2 * answers + 1, min_period=period, max_period=period
         )
 
+    def fixed(self, length: int) -> Self:
+        """The task with all answers at the same places, half of an odd length."""
+        return self.with_length((length - 1) // 2)
+
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         period_key, symbol_key = jax.random.split(key)
         p_B1 = jax.random.randint(

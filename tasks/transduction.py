@@ -103,6 +103,10 @@ class Transduction:
             self, length=string_length, min_length=string_length, max_length=string_length
         )
 
+    def fixed(self, length: int) -> Self:
+        """The task with all answers at the same places and as long as ``length`` allows."""
+        return self.with_length(length)
+
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         length_key, symbol_key = jax.random.split(key)
         n_B1 = jax.random.randint(

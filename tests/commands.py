@@ -110,10 +110,6 @@ class Server:
 def _serve() -> None:
     import warnings
 
-    import matplotlib.backends.backend_agg
-
-    import analysis.evaluation
-    import analysis.plots
     import training.loop
     import training.restore  # noqa: F401
 

@@ -56,6 +56,16 @@ def oracle(q, k, v, a, visible, do):
     return out, dq, dk, dv, da
 
 
+# Compiled, for op by op takes longer; most of the time is compile time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def attend(q, k, v, a, visible):
+    q, k, v, a = (np.asarray(x, np.float32) for x in (q, k, v, a))
+    return np.asarray(compiled(additive_attention)(q, k, v, a, visible))
+
+
 def evaluate(q, k, v, a, visible, do):
     out, backward = jax.vjp(lambda *x: additive_attention(*x, visible), q, k, v, a)
     return out, *backward(do)
@@ -69,7 +79,7 @@ def test_equals_float64(block, monkeypatch):
     a, do = 2 * random(N, H), random(B, T, N, E)
     visible = np.random.default_rng().random((B, T, S)) < 0.6
     visible[0, 2] = False
-    got = evaluate(q, k, v, a, visible, do)
+    got = compiled(lambda *x: evaluate(*x))(q, k, v, a, visible, do)
     for name, actual, expected in zip(
         ("out", "dq", "dk", "dv", "da"), got, oracle(q, k, v, a, visible, do), strict=True
     ):
@@ -81,9 +91,7 @@ def test_scores_by_hand():
     """One channel, a = 1, q + k = (artanh ½, −artanh ½): e^½ and e^−½ share the weight."""
     k = np.arctanh([0.5, -0.5]).reshape(1, 2, 1, 1)
     v = np.array([1.0, 0.0]).reshape(1, 2, 1, 1)
-    out = additive_attention(
-        np.zeros((1, 1, 1, 1)), k, v, np.ones((1, 1)), np.ones((1, 1, 2), bool)
-    )
+    out = attend(np.zeros((1, 1, 1, 1)), k, v, np.ones((1, 1)), np.ones((1, 1, 2), bool))
     assert_close(out.ravel(), [1 / (1 + np.exp(-1))])
 
 
@@ -92,13 +100,14 @@ def test_garbage_behind_the_mask():
     q, k, v, a = random(B, T, N, H), random(B, S, K, H), random(B, S, K, E), random(N, H)
     visible, do = np.ones((B, T, S), bool), random(B, T, N, E)
     visible[:, :, 4] = False
-    clean = evaluate(q, k, v, a, visible, do)
+    gradient = compiled(lambda *x: evaluate(*x))
+    clean = gradient(q, k, v, a, visible, do)
     for garbage in (1e30, np.inf, np.nan):
         k[:, 4] = v[:, 4] = garbage
-        for actual, expected in zip(evaluate(q, k, v, a, visible, do), clean, strict=True):
+        for actual, expected in zip(gradient(q, k, v, a, visible, do), clean, strict=True):
             np.testing.assert_array_equal(actual, expected)
     visible[1, 3, 4] = True
-    sick = np.isnan(np.asarray(additive_attention(q, k, v, a, visible))).all((2, 3))
+    sick = np.isnan(attend(q, k, v, a, visible)).all((2, 3))
     np.testing.assert_array_equal(np.argwhere(sick), [[1, 3]])
 
 
@@ -119,13 +128,24 @@ def test_memory_is_bounded(monkeypatch):
 
 
 def built(options, **changes):
-    graph, params = split(options.build(context(**changes), nnx.Rngs(0)))
+    shape = context(**changes)
+    graph, params = split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
     rng = np.random.default_rng()
-    params = {
-        name: np.asarray(p, np.float64) + 0.3 * rng.standard_normal(p.shape)
-        for name, p in params.items()
-    }
+    params = {name: rng.standard_normal(p.shape) / 2 for name, p in params.items()}
     return merge(graph, {name: jnp.asarray(p, "float32") for name, p in params.items()}), params
+
+
+@functools.partial(compiled, static_argnames=("graph", "read"))
+def _run(graph, params, x, positions, options, read):
+    probe = Probe(read=read)
+    y, cache = merge(graph, params)(x, positions, probe=probe, **options)
+    return y, cache, probe.values
+
+
+def run(layer, x, positions, read=(), **options):
+    """Output, cache and what was read."""
+    y, cache, values = _run(*split(layer), x, positions, options, read)
+    return np.asarray(y), cache, values
 
 
 def layer_oracle(p, x, visible):
@@ -155,21 +175,20 @@ def test_layer_equals_float64(options, sees):
     x, index = random(B, T, D), np.arange(T)
     visible = np.broadcast_to(sees(index[:, None], index[None]), (B, T, T))
     heads, expected = layer_oracle(params, x, visible)
-    probe = Probe(read=("head", "pattern"))
-    y, none = layer(x, places(), probe=probe)
+    y, none, values = run(layer, x, places(), ("head", "pattern"))
     assert none is None
     assert_close(y, expected)
-    assert_close(probe.values["head"], heads)
-    pattern_BNTS = np.asarray(probe.values["pattern"])
+    assert_close(values["head"], heads)
+    pattern_BNTS = np.asarray(values["pattern"])
     assert_close(pattern_BNTS.sum(-1), np.ones((B, N, T)))
     np.testing.assert_array_equal(pattern_BNTS > 0, np.broadcast_to(visible[:, None], (B, N, T, T)))
     if layer.mask.causal_from() is None:
         with pytest.raises(ValueError, match="a cache needs a causal mask"):
             layer.init_cache(B, T)
         return
-    cache, step = layer.init_cache(B, T), jax.jit(layer)
+    cache = layer.init_cache(B, T)
     for t in range(T):
-        y, cache = step(x[:, t : t + 1], places(B, 1, t), cache=cache)
+        y, cache, _ = run(layer, x[:, t : t + 1], places(B, 1, t), cache=cache)
         assert_close(y, expected[:, t : t + 1], what=f"position {t}")
 
 
@@ -179,11 +198,11 @@ def test_uniform_scores_show_the_mask():
     index = np.arange(6)
     window = (index[:, None] >= index) & (index[:, None] - index < 3)
     ones = np.ones((1, 6, 1, 1))
-    out = additive_attention(ones, ones, v, np.zeros((1, 1)), window[None])
+    out = attend(ones, ones, v, np.zeros((1, 1)), window[None])
     assert_close(out.ravel(), [0, 0.5, 1, 2, 3, 4])
     groups = np.broadcast_to(np.arange(3.0).reshape(1, 1, 3, 1), (1, 1, 3, 1))
     query = np.ones((1, 1, 6, 1))
-    out = additive_attention(query, groups, groups, np.ones((6, 1)), np.ones((1, 1, 1), bool))
+    out = attend(query, groups, groups, np.ones((6, 1)), np.ones((1, 1, 1), bool))
     assert_close(out.ravel(), [0, 0, 1, 1, 2, 2])
 
 
@@ -209,11 +228,11 @@ def test_packed_documents():
     x = np.concatenate([document, document, np.full((1, 1, D), np.nan, "f")], axis=1)
     segments = np.array([[1] * 4 + [2] * 4 + [0]])
     positions = np.array([[*range(4), *range(4), 0]])
-    y = layer(x, positions, segments_BT=segments)[0]
-    alone = layer(document, places(1, 4))[0]
+    y = run(layer, x, positions, segments_BT=segments)[0]
+    alone = run(layer, document, places(1, 4))[0]
     assert_close(y[:, :4], alone)
     assert_close(y[:, 4:8], alone)
-    assert not np.asarray(y[:, 8]).any()
+    assert not y[:, 8].any()
 
 
 def test_dropout():
@@ -221,7 +240,7 @@ def test_dropout():
     layer, _ = built(Additive(dropout=0.5))
     x = random(B, T, D)
     calls = [
-        np.asarray(layer(x, places(), dropout_key=key)[0])
+        run(layer, x, places(), dropout_key=key)[0]
         for key in (None, jax.random.key(0), jax.random.key(0), jax.random.key(1))
     ]
     np.testing.assert_array_equal(calls[1], calls[2])

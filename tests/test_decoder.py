@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -28,8 +29,6 @@ BASE = DecoderOptions(
 
 
 def options(**changes) -> DecoderOptions:
-    import dataclasses
-
     return dataclasses.replace(BASE, **changes)
 
 
@@ -51,13 +50,23 @@ def places(start, stop, batch=1):
 
 
 HEADS = ("layer0/head", "layer1/head")
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
+def _compiled(graph, params, tokens, positions, arguments):
+    probe = Probe(read=HEADS)
+    logits, caches = merge(graph, params)(tokens, positions, probe=probe, **arguments)
+    return {"logits": logits, **probe.values}, caches
 
 
 def streams(model, tokens, positions=None, **arguments):
-    """Logits and what the heads of every layer say."""
-    probe = Probe(read=HEADS)
-    logits, caches = model(tokens, positions, probe=probe, **arguments)
-    return {"logits": logits, **probe.values}, caches
+    """Logits and what the heads of every layer say. Compiled, which is cheaper than each step."""
+    return jax.tree.map(np.asarray, _compiled(*split(model), tokens, positions, arguments))
+
+
+def logits_of(model, tokens, positions=None, **arguments) -> np.ndarray:
+    return streams(model, tokens, positions, **arguments)[0]["logits"]
 
 
 # --- what it computes ----------------------------------------------------------------------------
@@ -88,7 +97,7 @@ def test_against_numpy(changes):
     for i in range(2):
         at = f"blocks/{i}/"
         normed = norm(x, w[at + "attention_norm/gain_D"])
-        x = x + np.asarray(model.blocks[i].attention(normed.astype("f"), places(0, 5, 2))[0])
+        x = x + np.asarray(attention(model.blocks[i].attention, normed.astype("f")))
         if changes.get("mlp") == "none":
             continue
         normed = norm(x, w[at + "mlp_norm/gain_D"])
@@ -101,15 +110,22 @@ def test_against_numpy(changes):
             hidden = 0.5 * hidden * (1 + np.tanh(inner))
         x = x + hidden @ w[at + "mlp/w_out_FD"]
     head = w["w_embed_VD"].T if changes.get("tied_head") else w["w_head_DV"]
-    logits, caches = model(tokens)
-    assert logits.dtype == jnp.float32 and caches is None
-    assert_close(logits, norm(x, w["norm/gain_D"]) @ head)
+    out, caches = streams(model, tokens)
+    assert out["logits"].dtype == jnp.float32 and caches is None
+    assert_close(out["logits"], norm(x, w["norm/gain_D"]) @ head)
+
+
+def attention(layer, x_BTD):
+    graph, params = split(layer)
+    positions = places(0, x_BTD.shape[1], x_BTD.shape[0])
+    call = jax.jit(lambda p, x: merge(graph, p)(x, positions)[0], compiler_options=_QUICK)
+    return call(params, x_BTD)
 
 
 def test_layers_follow_the_pattern():
     wide, narrow = MultiHead(), MultiHead(num_kv_heads=1)
     model = decoder(num_layers=3, pattern=("w", "n"), layers=(wide, narrow))
-    assert [block.attention.num_kv_heads for block in model.blocks] == [4, 1, 4]
+    assert [block.attention.options.kv_heads(model.options.context()) for block in model.blocks] == [4, 1, 4]
     assert model.implementations(2, 5) == dict.fromkeys(("layer0", "layer1", "layer2"),
                                                         model.implementations(2, 5)["layer0"])
     caches = model.init_caches(2, 7)
@@ -125,7 +141,7 @@ def test_seeds():
         if is_matrix(name):
             assert not np.isclose(value, other[name]).all()
     assert not np.isclose(first["blocks/0/mlp/w_in_DF"], first["blocks/1/mlp/w_in_DF"]).all()
-    projections = [first[f"blocks/0/attention/w_{p}_DKH"] for p in "kv"]
+    projections = [first[f"blocks/0/attention/heads/w_{p}_DKH"] for p in "kv"]
     assert not np.isclose(*projections).all()
 
 
@@ -134,7 +150,7 @@ def test_between_module_and_dict():
     model = decoder(layers=(MultiHead(bias=True, qk_norm=True, learned_sink=True),))
     graph, params = split(model)
     tokens = random_tokens(1, 4)
-    same_bits(merge(graph, params)(tokens)[0], model(tokens)[0])
+    same_bits(logits_of(merge(graph, params), tokens), logits_of(model, tokens))
     assert hash(graph) == hash(split(model)[0]) and graph == split(model)[0]
     for name, value in params.items():
         assert is_matrix(name) == (name.rsplit("/")[-1][:2] == "w_")
@@ -181,7 +197,7 @@ def test_only_attention_mixes_tokens():
     other[:, 3] = (other[:, 3] + 1) % 11
     for layer, mixes in ((_Self(), False), (MultiHead(), True)):
         model = decoder(layers=(layer,))
-        before, after = (np.asarray(model(t)[0])[0] for t in (tokens, other))
+        before, after = (logits_of(model, t)[0] for t in (tokens, other))
         same_bits(before[:3], after[:3])
         assert not np.isclose(before[3], after[3]).all()
         assert np.isclose(before[4:], after[4:]).all(-1).any() != mixes
@@ -196,7 +212,7 @@ def test_each_token_alone(name):
         "gelu": lambda: GeluMLP(16, 12, nnx.Rngs(0)),
         "swiglu": lambda: SwiGLU(16, 12, nnx.Rngs(0)),
         "norm": lambda: RMSNorm(16),
-        "projection": lambda: lambda x: project(x, plain().blocks[0].attention.w_q_DNH[...]),
+        "projection": lambda: lambda x: project(x, plain().blocks[0].attention.heads.w_q_DNH[...]),
     }
     part = parts[name]()
     x = np.random.default_rng().standard_normal((2, 7, 16)).astype("f")
@@ -218,9 +234,8 @@ def test_decoding_at_every_layer_and_any_offset():
     whole, _ = streams(model, tokens)
     shifted, _ = streams(model, tokens, places(1000, 1009, 2))
     caches, steps = model.init_caches(2, 9), []
-    step = jax.jit(lambda t, p, c: streams(model, t, p, caches=c))
     for t in range(9):
-        out, caches = step(tokens[:, t : t + 1], places(t, t + 1, 2), caches)
+        out, caches = streams(model, tokens[:, t : t + 1], places(t, t + 1, 2), caches=caches)
         steps.append(out)
     for name, value in whole.items():
         assert_close(np.concatenate([out[name] for out in steps], axis=1), value, what=name)
@@ -243,24 +258,24 @@ def test_documents_that_are_packed_start_anew():
     smeared = MultiHead(smeared_keys=True)
     for changes in ({}, {"position": "learned", "max_length": 8}, {"layers": (smeared,)}):
         model = decoder(**changes)
-        logits, _ = model(packed, segments_BT=segments)
+        logits = logits_of(model, packed, segments_BT=segments)
+        assert_close(logits[:, :4], logits_of(model, document), what=str(changes))
         assert_close(logits[:, 4:], logits[:, :4], what=str(changes))
-        assert_close(logits[:, :4], model(document)[0], what=str(changes))
 
 
 def test_learned_positions():
     """E2: a position beyond the table raises, or is NaN where it is traced; never the last one."""
     model = decoder(position="learned", max_length=5)
     tokens = random_tokens(1, 5)
-    logits, _ = model(tokens)
+    logits = logits_of(model, tokens)
     assert np.isfinite(logits).all()
-    later, _ = model(tokens[:, :3], places(2, 5))
-    assert not np.isclose(later, logits[:, :3], atol=1e-4).all()
+    later = logits_of(model, tokens, places(0, 5)[:, ::-1].copy())
+    assert not np.isclose(later, logits, atol=1e-4).all()
     for positions in (places(1, 6), places(-1, 4)):
         wrong = positions[(positions < 0) | (positions > 4)][0]
         with pytest.raises(ValueError, match=f"position {wrong} is outside 0 … 4"):
             model(tokens, positions)
-        traced = np.asarray(jax.jit(lambda t, p: model(t, p)[0])(tokens, positions))
+        traced = logits_of(model, tokens, positions)
         assert np.isnan(traced[0, (positions[0] < 0) | (positions[0] > 4)]).all()
     with pytest.raises(ValueError, match="position 5 is outside 0 … 4"):
         model(random_tokens(1, 6))
@@ -271,9 +286,9 @@ def test_positions_matter_or_do_not():
     tokens = np.full((1, 6), 3)
     segments = np.ones((1, 6), np.int32)
     for changes in ({"position": "none"}, {}):
-        logits = np.asarray(decoder(**changes)(tokens, segments_BT=segments)[0])[0]
+        logits = logits_of(decoder(**changes), tokens, segments_BT=segments)[0]
         assert np.isclose(logits, logits[:1], atol=1e-5).all()  # values are all alike
-    learned = np.asarray(decoder(position="learned", max_length=6)(tokens)[0])[0]
+    learned = logits_of(decoder(position="learned", max_length=6), tokens)[0]
     assert not np.isclose(learned[1:], learned[:1], atol=1e-3).all(-1).any()
 
 
@@ -287,7 +302,7 @@ def test_ids_outside_the_vocabulary(wrong):
     tokens[1, 2] = wrong
     with pytest.raises(ValueError, match=f"token id {wrong} is outside 0 … 10"):
         plain()(tokens)
-    logits = np.asarray(jax.jit(lambda t: plain()(t)[0])(tokens))
+    logits = logits_of(plain(), tokens)
     assert np.isfinite(logits[0]).all() and np.isfinite(logits[1, :2]).all()
     assert np.isnan(logits[1, 2:]).all()
 
@@ -299,18 +314,22 @@ def test_dropout():
     """D1: a key turns it on, the same key repeats it, and every layer drops other weights."""
     dropped, kept = decoder(layers=(MultiHead(dropout=0.5),)), plain()
     tokens = np.full((2, 9), 4)  # equal rows: what differs is dropout
-    same_bits(dropped(tokens)[0], kept(tokens)[0])
-    same_bits(kept(tokens, dropout_key=jax.random.key(1))[0], kept(tokens)[0])
-    first, again, other = (dropped(tokens, dropout_key=jax.random.key(k))[0] for k in (1, 1, 2))
+    plainly = logits_of(kept, tokens)
+    same_bits(logits_of(dropped, tokens), plainly)
+    same_bits(logits_of(kept, tokens, dropout_key=jax.random.key(1)), plainly)
+    first, again, other = (
+        logits_of(dropped, tokens, dropout_key=jax.random.key(k)) for k in (1, 1, 2)
+    )
     same_bits(first, again)
     assert not np.isclose(first, other).all()
-    assert not np.isclose(first, kept(tokens)[0]).all()
+    assert not np.isclose(first, plainly).all()
     assert not np.isclose(first[0], first[1]).all(), "rows of a batch share a mask"
     # Where every value is alike, a head tells how much weight was kept.
     flat = decoder(layers=(MultiHead(dropout=0.5),), mlp="none", position="none")
     for block in flat.blocks:
         block.attention.w_o_NHD[...] = jnp.zeros_like(block.attention.w_o_NHD[...])
-        block.attention.w_v_DKH[...] = jnp.ones_like(block.attention.w_v_DKH[...])
+        heads = block.attention.heads
+        heads.w_v_DKH[...] = jnp.ones_like(heads.w_v_DKH[...])
     out, _ = streams(flat, tokens, dropout_key=jax.random.key(3))
     share = [np.asarray(out[name]) for name in HEADS]
     base = [np.asarray(streams(flat, tokens)[0][name]) for name in HEADS]
@@ -388,7 +407,7 @@ def test_every_parameter_has_a_gradient():
     def loss(params):
         return jnp.sum(merge(graph, params)(tokens)[0] * weight)
 
-    gradients = jax.jit(jax.grad(loss))(params)
+    gradients = jax.jit(jax.grad(loss), compiler_options=_QUICK)(params)
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
         if not name.endswith("biases/k_KH"):

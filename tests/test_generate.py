@@ -15,9 +15,11 @@ from attention.masks import Causal, First, Window
 from attention.multi_head import MultiHead
 from models.decoder import Decoder, DecoderOptions
 from models.generate import generate
+from models.pure import merge, split
 from tests.attending import same_bits
 
 V = 7
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,27 @@ def random_tokens(*shape) -> np.ndarray:
     return np.random.default_rng().integers(0, V, shape)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
+def _logits(graph, params, tokens):
+    return merge(graph, params)(tokens)[0]
+
+
+def whole(model, tokens) -> np.ndarray:
+    """Logits without a cache; rows are filled up, so that one program serves all lengths."""
+    wide = np.zeros((1, 40), int)
+    if model.options.position == "learned":
+        wide = wide[:, : model.options.max_length]
+    wide[0, : len(tokens)] = tokens
+    return np.asarray(_logits(*split(model), wide))[0, : len(tokens)]
+
+
 def follows(model, prompt, new) -> None:
     """Each new token is the likeliest after what stands before it, by the whole sequence."""
-    tokens = np.concatenate([prompt, np.asarray(new)])[None]
-    logits = np.asarray(model(tokens)[0])[0, len(prompt) - 1 : -1]
+    tokens = np.concatenate([prompt, np.asarray(new)])
+    if model.options.position == "learned":
+        tokens = tokens[: model.options.max_length]
+    logits = whole(model, tokens)[len(prompt) - 1 : -1]
+    new = tokens[len(prompt) :]
     chosen = np.take_along_axis(logits, np.asarray(new)[:, None], axis=-1)[:, 0]
     # Of two logits that are equal to rounding either may be taken.
     np.testing.assert_allclose(chosen, logits.max(-1), rtol=0, atol=1e-4)
@@ -93,15 +112,21 @@ def test_ragged_logits(side, position):
         tokens[b, part], segments[b, part] = rows[b][0, :n], 1
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0).astype(np.int32)
     caches = model.init_caches(2, 9)
-    prefill, caches = model(tokens, positions, segments_BT=segments, caches=caches)
+    graph, params = split(model)
+
+    @functools.partial(jax.jit, compiler_options=_QUICK)
+    def call(tokens, positions, segments, caches):
+        return merge(graph, params)(tokens, positions, segments_BT=segments, caches=caches)
+
+    prefill, caches = call(tokens, positions, segments, caches)
     logits = [[np.asarray(prefill[b, segments[b] == 1])] for b in range(2)]
     for step in range(4):
         new = np.array([[rows[0][0, 3 + step]], [rows[1][0, 5 + step]]])
-        out, caches = model(new, np.array([[3 + step], [5 + step]], np.int32), caches=caches)
+        out, caches = call(new, np.array([[3 + step], [5 + step]], np.int32), None, caches)
         for b in range(2):
             logits[b].append(np.asarray(out[b]))
     for b in range(2):
-        alone = np.asarray(model(rows[b])[0])[0]
+        alone = whole(model, rows[b][0])
         np.testing.assert_allclose(np.concatenate(logits[b]), alone, rtol=0, atol=1e-4)
 
 
@@ -141,7 +166,7 @@ def test_first_tokens_have_the_distribution_of_the_logits(temperature):
     key = jax.random.key(int(np.random.default_rng().integers(2**31)))
     new, _ = generate(decoder(), prompt.repeat(rows, 0), 1, temperature=temperature, key=key)
     counts = np.bincount(np.asarray(new)[:, 0], minlength=V)
-    logits = np.asarray(decoder()(prompt)[0], np.float64)[0, -1] / temperature
+    logits = whole(decoder(), prompt[0])[-1].astype(np.float64) / temperature
     p = np.exp(logits - logits.max())
     p /= p.sum()
     assert (np.abs(counts - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1).all()
@@ -213,7 +238,7 @@ def test_learned_positions_have_an_end():
     """The last position that is read, and no further."""
     model, prompt = decoder(position="learned", max_length=8), random_tokens(1, 5)
     new, _ = generate(model, prompt, 4)
-    follows(model, prompt[0], new[0, :3])
+    follows(model, prompt[0], new[0])
     with pytest.raises(ValueError, match="position 8 is outside the 8 learned positions"):
         generate(model, prompt, 5)
     segments = np.array([[0, 1, 1, 1, 1]])

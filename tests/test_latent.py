@@ -1,5 +1,7 @@
 """Multi-head latent attention: both forms against float64 NumPy, its cache, and its refusals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,14 +30,29 @@ def context(options=None, **changes):
     return Context(**{"d_model": D, "num_heads": N, "head_width": H, "rotary": rotary} | changes)
 
 
+# Compiled, for op by op takes longer; most of the time is compile time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "read"), compiler_options=QUICK)
+def _run(graph, params, x, positions, options, read):
+    probe = Probe(read=read)
+    y, cache = merge(graph, params)(x, positions, probe=probe, **options)
+    return y, cache, probe.values
+
+
+def run(layer, x, positions, read=(), **options):
+    """Output, cache and what was read."""
+    y, cache, values = _run(*split(layer), x, positions, options, read)
+    return np.asarray(y), cache, values
+
+
 def built(options, **changes) -> tuple[MultiHeadLatentAttention, dict]:
-    """The layer, none of its parameters left at 0 or 1, and these in float64."""
-    graph, params = split(options.build(context(options, **changes), nnx.Rngs(3)))
+    """The layer with parameters that are all random, and these in float64."""
+    shape = context(options, **changes)
+    graph, params = split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
     rng = np.random.default_rng()
-    params = {
-        name: np.asarray(p, np.float64) + 0.3 * rng.standard_normal(p.shape)
-        for name, p in params.items()
-    }
+    params = {name: rng.standard_normal(p.shape) / 2 for name, p in params.items()}
     return merge(graph, {name: jnp.asarray(p, "float32") for name, p in params.items()}), params
 
 
@@ -100,20 +117,21 @@ def test_both_forms_equal_float64(name):
     options = OPTIONS[name]
     layer, params = built(options)
     x, positions = random(B, T, D), places()
-    expected = [np.stack(rows) for rows in zip(*(oracle(params, options, r) for r in x))]
-    probe = Probe(read=("head", "pattern"))
-    y, none = layer(x, positions, probe=probe)
+    rows = [oracle(params, options, row) for row in x]
+    heads, patterns, expected = (np.stack(parts) for parts in zip(*rows, strict=True))
+    read = ("head", "pattern")
+    y, none, values = run(layer, x, positions, read)
     assert none is None
-    for got, right in zip((probe.values["head"], probe.values["pattern"], y), expected):
-        assert_close(got, right, what="naive")
+    assert_close(values["head"], heads, what="naive head")
+    assert_close(values["pattern"], patterns, what="naive pattern")
+    assert_close(y, expected, what="naive")
     cache, start = layer.init_cache(B, T), 0
     for size in (4, 1, T - 5):
         chunk = slice(start, start + size)
-        probe = Probe(read=("head", "pattern"))
-        y, cache = layer(x[:, chunk], positions[:, chunk], cache=cache, probe=probe)
-        assert_close(probe.values["head"], expected[0][:, chunk], what="absorbed head")
-        assert_close(probe.values["pattern"], expected[1][:, :, chunk], what="absorbed pattern")
-        assert_close(y, expected[2][:, chunk], what="absorbed")
+        y, cache, values = run(layer, x[:, chunk], positions[:, chunk], read, cache=cache)
+        assert_close(values["head"], heads[:, chunk], what="absorbed head")
+        assert_close(values["pattern"], patterns[:, :, chunk], what="absorbed pattern")
+        assert_close(y, expected[:, chunk], what="absorbed")
         start += size
 
 
@@ -126,8 +144,8 @@ def test_gradients_of_the_absorbed_form():
     def loss(params, x, cache):
         return jnp.sum(merge(graph, params)(x, positions, cache=cache)[0] * do)
 
-    naive = jax.grad(loss, argnums=(0, 1))(params, x, None)
-    absorbed = jax.grad(loss, argnums=(0, 1))(params, x, layer.init_cache(B, 5))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=QUICK)
+    naive, absorbed = gradient(params, x, None), gradient(params, x, layer.init_cache(B, 5))
     assert all(np.asarray(g).any() for g in naive[0].values())
     jax.tree.map(assert_close, absorbed, naive)
 
@@ -136,7 +154,7 @@ def test_the_rotary_key_turns_by_its_own_width():
     """X2: frequencies of P = 4 are (1, .01), on all channels; not those of the head's width."""
     layer, params = built(Latent(latent_rank=5, rope_width=4))
     x = np.repeat(random(1, 1, D), 2, axis=1)
-    _, cache = layer(x, places(1, 2), cache=layer.init_cache(1, 2))
+    _, cache, _ = run(layer, x, places(1, 2), cache=layer.init_cache(1, 2))
     key = np.asarray(cache.rope_key_BSP[0], np.float64)
     raw = x[0, 0].astype(np.float64) @ params["w_kr_DP"]
     assert_close(key[0], raw)
@@ -183,15 +201,15 @@ def test_stale_slots_reach_nothing(name):
         )
         out = []
         for t in range(3):
-            y, cache = layer(x[:, t : t + 1], places(B, 1, start + t), cache=cache)
+            y, cache, _ = run(layer, x[:, t : t + 1], places(B, 1, start + t), cache=cache)
             out.append(y)
         return np.concatenate(out, axis=1)
 
     clean = decoded(0, 0)
     np.testing.assert_array_equal(decoded(np.nan, 0), clean)
-    assert_close(clean, layer(x, places(B, 3))[0])
+    assert_close(clean, run(layer, x, places(B, 3))[0])
     # A sequence that starts elsewhere: its first key has a predecessor of 0 in both forms.
-    assert_close(decoded(0, 4), layer(x, places(B, 3, 4))[0])
+    assert_close(decoded(0, 4), run(layer, x, places(B, 3, 4))[0])
 
 
 def test_smeared_keys_of_a_ragged_batch():
@@ -207,15 +225,15 @@ def test_smeared_keys_of_a_ragged_batch():
             segments[b, real], positions[b, real], x[b, real] = 1, np.arange(n), rows[b][0, :n]
         cache, parts = layer.init_cache(B, width + 1), []
         for part in (slice(0, 3), slice(3, width)):
-            y, cache = layer(
-                x[:, part], positions[:, part], segments_BT=segments[:, part], cache=cache
+            y, cache, _ = run(
+                layer, x[:, part], positions[:, part], segments_BT=segments[:, part], cache=cache
             )
             parts.append(y)
         prompt = np.concatenate(parts, axis=1)
         last = np.stack([row[0, -1:] for row in rows])
-        y, _ = layer(last, np.array(lengths, np.int32)[:, None], cache=cache)
+        y, _, _ = run(layer, last, np.array(lengths, np.int32)[:, None], cache=cache)
         for b, row in enumerate(rows):
-            alone = np.asarray(layer(row, places(1, lengths[b] + 1))[0][0])
+            alone = run(layer, row, places(1, lengths[b] + 1))[0][0]
             assert_close(prompt[b, segments[b] != 0], alone[:-1], what=side)
             assert_close(y[b], alone[-1:], what=side)
 
@@ -224,13 +242,13 @@ def test_dropout():
     """D1: only with a key; the same key drops the same weights in both forms."""
     layer, _ = built(Latent(latent_rank=5, dropout=0.4))
     x, positions = random(B, T, D), places()
-    plain = np.asarray(layer(x, positions)[0])
+    plain = run(layer, x, positions)[0]
     naive = {}
     for seed in (0, 1):
         key = jax.random.key(seed)
-        naive[seed] = np.asarray(layer(x, positions, dropout_key=key)[0])
+        naive[seed] = run(layer, x, positions, dropout_key=key)[0]
         cache = layer.init_cache(B, T)
-        assert_close(layer(x, positions, cache=cache, dropout_key=key)[0], naive[seed])
+        assert_close(run(layer, x, positions, cache=cache, dropout_key=key)[0], naive[seed])
         assert not np.isclose(naive[seed], plain).all(-1).any(0).any()
     assert not np.isclose(naive[0], naive[1]).all()
 
@@ -238,9 +256,10 @@ def test_dropout():
 def test_cached_dtype_is_not_that_of_the_output():
     layer, _ = built(OPTIONS["plain"])
     x = random(B, T, D)
-    y, cache = layer(x, places(), cache=layer.init_cache(B, T, "bfloat16"))
+    y, cache, _ = run(layer, x, places(), cache=layer.init_cache(B, T, "bfloat16"))
     assert y.dtype == jnp.float32 and cache.latent_BSR.dtype == jnp.bfloat16
-    assert_close(y, layer(x, places())[0], "bfloat16")
+    expected = run(layer, x, places())[0]
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-2 * np.abs(expected).max())
 
 
 def test_parameters():

@@ -9,127 +9,147 @@ from training.resolve import resolve
 from training.settings import OptionError, settings
 
 # What is changed in a config that is right, and what the message has to say: the option as the
-# user writes it, the value, and what would be right.
+# user writes it, the value, and what would be right, in pieces between bars.
 MISTAKES = {
     # Names and types.
-    "unknown option": ({"train.stepz": 3}, ["train.stepz", "steps"]),
-    "unknown group": ({"trane.steps": 3}, ["trane", "train"]),
-    "unknown attention option": ({"attention.gqa.heads": 2}, ["attention.gqa.heads", "num_kv_heads"]),
-    "unknown task": ({"task.recite.share": 1.0}, ["task.recite", "copy", "induction"]),
-    "text for a number": ({"train.steps": "many"}, ["train.steps", "whole number", "'many'"]),
-    "fraction for a whole number": ({"train.steps": 2.5}, ["train.steps", "whole number", "2.5"]),
-    "truth for a whole number": ({"train.steps": True}, ["train.steps", "whole number", "True"]),
-    "number for a truth": ({"model.tied_head": 1}, ["model.tied_head", "True or False", "1"]),
-    "number for a text": ({"train.loss_on": 1}, ["train.loss_on", "text", "1"]),
-    "unset that must be set": ({"train.steps": None}, ["train.steps", "whole number", "None"]),
+    "unknown option": ({"train.stepz": 3}, "train.stepz | steps"),
+    "unknown group": ({"trane.steps": 3}, "trane | train"),
+    "unknown attention option": ({"attention.gqa.heads": 2}, "attention.gqa.heads | num_kv_heads"),
+    "unknown task": ({"task.recite.share": 1.0}, "task.recite | copy | induction"),
+    "text for a number": ({"train.steps": "many"}, "train.steps | whole number | 'many'"),
+    "fraction for a whole number": ({"train.steps": 2.5}, "train.steps | whole number | 2.5"),
+    "truth for a whole number": ({"train.steps": True}, "train.steps | whole number | True"),
+    "number for a truth": ({"model.tied_head": 1}, "model.tied_head | True or False | 1"),
+    "number for a text": ({"train.loss_on": 1}, "train.loss_on | text | 1"),
+    "unset that must be set": ({"train.steps": None}, "train.steps | whole number | None"),
     "not a number": (
-        {"optimizer.learning_rate": float("nan")}, ["optimizer.learning_rate", "finite", "nan"]
+        {"optimizer.learning_rate": float("nan")},
+        "optimizer.learning_rate | finite | nan",
     ),
-    "infinite": ({"optimizer.clip_norm": float("inf")}, ["optimizer.clip_norm", "finite", "inf"]),
+    "infinite": ({"optimizer.clip_norm": float("inf")}, "optimizer.clip_norm | finite | inf"),
     # Heads and widths.
-    "heads that do not divide": ({"model.num_heads": 3}, ["model.num_heads", "divide", "3", "8"]),
-    "no heads": ({"model.num_heads": 0}, ["model.num_heads", "at least 1", "0"]),
+    "heads that do not divide": ({"model.num_heads": 3}, "model.num_heads | divide | 3 | 8"),
+    "no heads": ({"model.num_heads": 0}, "model.num_heads | at least 1 | 0"),
     "kv heads that do not divide": (
-        {"attention.gqa.num_kv_heads": 3}, ["attention.gqa", "num_kv_heads", "divide", "3", "2 heads"]
+        {"attention.gqa.num_kv_heads": 3},
+        "attention.gqa | num_kv_heads | divide | 3 | 2 heads",
     ),
-    "no kv heads": ({"attention.gqa.num_kv_heads": 0}, ["attention.gqa", "num_kv_heads", "0"]),
-    "odd rotary width": (
-        {"attention.gqa.rope_width": 3}, ["attention.gqa", "rope_width", "even", "3"]
-    ),
+    "no kv heads": ({"attention.gqa.num_kv_heads": 0}, "attention.gqa | num_kv_heads | 0"),
+    "odd rotary width": ({"attention.gqa.rope_width": 3}, "attention.gqa | rope_width | even | 3"),
     "rotary width beyond the head": (
-        {"attention.gqa.rope_width": 6}, ["attention.gqa", "rope_width", "at most", "4", "6"]
+        {"attention.gqa.rope_width": 6},
+        "attention.gqa | rope_width | at most | 4 | 6",
     ),
-    "odd head width with rope": ({"model.head_width": 3}, ["model.head_width", "even", "3"]),
+    "odd head width with rope": ({"model.head_width": 3}, "model.head_width | even | 3"),
     "rope_width without rope": (
         {"attention.gqa.rope_width": 2, "model.position": "none"},
-        ["attention.gqa", "rope_width", "2", "model.position", "unset"],
+        "attention.gqa | rope_width | 2 | model.position | unset",
     ),
-    "base of the rotation": ({"model.rope_base": 1.0}, ["model.rope_base", "greater than 1", "1.0"]),
+    "base of the rotation": ({"model.rope_base": 1.0}, "model.rope_base | greater than 1 | 1.0"),
     "layout of the rotation": (
-        {"model.rope_layout": "halves"}, ["model.rope_layout", "half_split", "interleaved", "halves"]
+        {"model.rope_layout": "halves"},
+        "model.rope_layout | half_split | interleaved | halves",
     ),
-    "dropout of all": ({"attention.gqa.dropout": 1.0}, ["attention.gqa", "dropout", "below 1", "1.0"]),
-    "negative dropout": ({"attention.gqa.dropout": -0.5}, ["attention.gqa", "dropout", "0", "-0.5"]),
-    "unknown variant": ({"attention.gqa.variant": "casual"}, ["attention.gqa.variant", "causal", "casual"]),
-    "unknown layer": ({"model.pattern": ("gqa", "nosuch")}, ["model.pattern", "gqa", "'nosuch'"]),
-    "no layer": ({"model.pattern": ()}, ["model.pattern", "at least one", "()"]),
+    "dropout of all": ({"attention.gqa.dropout": 1.0}, "attention.gqa | dropout | below 1 | 1.0"),
+    "negative dropout": ({"attention.gqa.dropout": -0.5}, "attention.gqa | dropout | 0 | -0.5"),
+    "unknown variant": (
+        {"attention.gqa.variant": "casual"},
+        "attention.gqa.variant | causal | casual",
+    ),
+    "unknown layer": ({"model.pattern": ("gqa", "nosuch")}, "model.pattern | gqa | 'nosuch'"),
+    "no layer": ({"model.pattern": ()}, "model.pattern | at least one | ()"),
     # The rest of the model.
-    "no layers": ({"model.num_layers": 0}, ["model.num_layers", "at least 1", "0"]),
-    "unknown mlp": ({"model.mlp": "relu"}, ["model.mlp", "gelu", "swiglu", "none", "'relu'"]),
-    "d_ff without mlp": ({"model.d_ff": 5}, ["model.d_ff", "5", "model.mlp", "unset"]),
-    "unknown position": ({"model.position": "sine"}, ["model.position", "rope", "learned", "'sine'"]),
+    "no layers": ({"model.num_layers": 0}, "model.num_layers | at least 1 | 0"),
+    "unknown mlp": ({"model.mlp": "relu"}, "model.mlp | gelu | swiglu | none | 'relu'"),
+    "d_ff without mlp": ({"model.d_ff": 5}, "model.d_ff | 5 | model.mlp | unset"),
+    "unknown position": ({"model.position": "sine"}, "model.position | rope | learned | 'sine'"),
     "max_length without learned positions": (
-        {"model.max_length": 5}, ["model.max_length", "5", "model.position", "unset"]
+        {"model.max_length": 5},
+        "model.max_length | 5 | model.position | unset",
     ),
     "fewer learned positions than tokens": (
-        {"model.max_length": 5, "model.position": "learned"}, ["model.max_length", "5", "17"]
+        {"model.max_length": 5, "model.position": "learned"},
+        "model.max_length | 5 | 17",
     ),
-    "unknown dtype": ({"model.dtype": "float16"}, ["model.dtype", "float32", "bfloat16", "float16"]),
+    "unknown dtype": ({"model.dtype": "float16"}, "model.dtype | float32 | bfloat16 | float16"),
     "unknown implementation": (
-        {"model.implementation": "flash"}, ["implementation", "auto", "reference", "'flash'"]
+        {"model.implementation": "flash"},
+        "implementation | auto | reference | 'flash'",
     ),
     # Tasks.
-    "vocabulary too small": ({"task.vocab_size": 5}, ["task.vocab_size", "5", "at least 6"]),
-    "length too short for copy": ({"task.length": 2}, ["task.length", "2", "at least 3"]),
+    "vocabulary too small": ({"task.vocab_size": 5}, "task.vocab_size | 5 | at least 6"),
+    "length too short for copy": ({"task.length": 2}, "task.length | 2 | at least 3"),
     "string longer than fits": (
-        {"task.copy.max_length": 9}, ["task.copy.max_length", "9", "task.length", "17", "at most", "8"]
+        {"task.copy.max_length": 9},
+        "task.copy.max_length | 9 | task.length | 17 | at most | 8",
     ),
     "min_length above max_length": (
-        {"task.copy.min_length": 3, "task.copy.max_length": 2}, ["task.copy.min_length", "3", "2"]
+        {"task.copy.min_length": 3, "task.copy.max_length": 2},
+        "task.copy.min_length | 3 | 2",
     ),
     "length too short for the period": (
-        {"task.induction.max_period": 17}, ["task.induction.max_period", "17", "at most 16"]
+        {"task.induction.max_period": 17},
+        "task.induction.max_period | 17 | at most 16",
     ),
     "min_period above max_period": (
-        {"task.induction.min_period": 9}, ["task.induction.min_period", "9", "max_period", "8"]
+        {"task.induction.min_period": 9},
+        "task.induction.min_period | 9 | max_period | 8",
     ),
-    "negative share": ({"task.copy.share": -1.0}, ["task.copy.share", "negative", "-1.0"]),
+    "negative share": ({"task.copy.share": -1.0}, "task.copy.share | negative | -1.0"),
     "no share": (
-        {"task.copy.share": 0.0, "task.induction.share": 0.0}, ["task.copy.share", "positive", "0.0"]
+        {"task.copy.share": 0.0, "task.induction.share": 0.0},
+        "task.copy.share | positive | 0.0",
     ),
-    "text as a share": ({"task.copy.share": "half"}, ["task.copy.share", "number", "'half'"]),
+    "text as a share": ({"task.copy.share": "half"}, "task.copy.share | number | 'half'"),
     # Training.
-    "negative steps": ({"train.steps": -5}, ["train.steps", "at least 1", "-5"]),
-    "no steps": ({"train.steps": 0}, ["train.steps", "at least 1", "0"]),
-    "more steps than int32 counts": ({"train.steps": 2**31}, ["train.steps", "at most", str(2**31)]),
-    "no batch": ({"train.batch_size": 0}, ["train.batch_size", "at least 1", "0"]),
-    "no logs": ({"train.log_every": 0}, ["train.log_every", "at least 1", "0"]),
-    "no evaluation": ({"train.eval_every": 0}, ["train.eval_every", "at least 1", "0"]),
-    "loss on what": ({"train.loss_on": "some"}, ["train.loss_on", "answers", "all", "'some'"]),
+    "negative steps": ({"train.steps": -5}, "train.steps | at least 1 | -5"),
+    "no steps": ({"train.steps": 0}, "train.steps | at least 1 | 0"),
+    "more steps than int32 counts": ({"train.steps": 2**31}, f"train.steps | at most | {2**31}"),
+    "no batch": ({"train.batch_size": 0}, "train.batch_size | at least 1 | 0"),
+    "no logs": ({"train.log_every": 0}, "train.log_every | at least 1 | 0"),
+    "no evaluation": ({"train.eval_every": 0}, "train.eval_every | at least 1 | 0"),
+    "loss on what": ({"train.loss_on": "some"}, "train.loss_on | answers | all | 'some'"),
     "negative rate": (
-        {"optimizer.learning_rate": -1.0}, ["optimizer.learning_rate", "above 0", "-1.0"]
+        {"optimizer.learning_rate": -1.0},
+        "optimizer.learning_rate | above 0 | -1.0",
     ),
-    "no clipping norm": ({"optimizer.clip_norm": 0.0}, ["optimizer.clip_norm", "above 0", "0.0"]),
-    "negative warm-up": ({"optimizer.warmup_steps": -1}, ["optimizer.warmup_steps", "negative", "-1"]),
-    "negative decay": ({"optimizer.weight_decay": -0.1}, ["optimizer.weight_decay", "negative", "-0.1"]),
-    "beta of 1": ({"optimizer.beta2": 1.0}, ["optimizer.beta2", "below 1", "1.0"]),
-    "unknown schedule": ({"optimizer.schedule": "linear"}, ["optimizer.schedule", "cosine", "'linear'"]),
-    "nothing evaluated": ({"eval.batches": 0}, ["eval.batches", "at least 1", "0"]),
-    "no checkpoints": ({"checkpoint.every": 0}, ["checkpoint.every", "at least 1", "0"]),
-    "none kept": ({"checkpoint.keep": 0}, ["checkpoint.keep", "at least 1", "0"]),
+    "no clipping norm": ({"optimizer.clip_norm": 0.0}, "optimizer.clip_norm | above 0 | 0.0"),
+    "negative warm-up": ({"optimizer.warmup_steps": -1}, "optimizer.warmup_steps | negative | -1"),
+    "negative decay": (
+        {"optimizer.weight_decay": -0.1},
+        "optimizer.weight_decay | negative | -0.1",
+    ),
+    "beta of 1": ({"optimizer.beta2": 1.0}, "optimizer.beta2 | below 1 | 1.0"),
+    "unknown schedule": (
+        {"optimizer.schedule": "linear"},
+        "optimizer.schedule | cosine | 'linear'",
+    ),
+    "nothing evaluated": ({"eval.batches": 0}, "eval.batches | at least 1 | 0"),
+    "no checkpoints": ({"checkpoint.every": 0}, "checkpoint.every | at least 1 | 0"),
+    "none kept": ({"checkpoint.keep": 0}, "checkpoint.keep | at least 1 | 0"),
     # Seeds.
-    "negative seed": ({"seed": -1}, ["seed", "-1", str(2**32 - 1)]),
-    "seed too large": ({"seed": 2**32}, ["seed", str(2**32), str(2**32 - 1)]),
-    "negative init_seed": ({"model.init_seed": -1}, ["model.init_seed", "-1", str(2**32 - 1)]),
-    "negative data_seed": ({"train.data_seed": -1}, ["train.data_seed", "-1", str(2**32 - 1)]),
-    "negative evaluation seed": ({"eval.seed": -1}, ["eval.seed", "-1", str(2**32 - 1)]),
+    "negative seed": ({"seed": -1}, f"seed | -1 | {2**32 - 1}"),
+    "seed too large": ({"seed": 2**32}, f"seed | {2**32} | {2**32 - 1}"),
+    "negative init_seed": ({"model.init_seed": -1}, f"model.init_seed | -1 | {2**32 - 1}"),
+    "negative data_seed": ({"train.data_seed": -1}, f"train.data_seed | -1 | {2**32 - 1}"),
+    "negative evaluation seed": ({"eval.seed": -1}, f"eval.seed | -1 | {2**32 - 1}"),
     # Objectives.
-    "unknown objective": ({"train.objective": "next"}, ["train.objective", "next_token", "'next'"]),
+    "unknown objective": ({"train.objective": "next"}, "train.objective | next_token | 'next'"),
     "mask_rate of another objective": (
-        {"train.mask_rate": 0.3}, ["train.mask_rate", "0.3", "train.objective", "unset"]
+        {"train.mask_rate": 0.3},
+        "train.mask_rate | 0.3 | train.objective | unset",
     ),
-    "no mask_rate": (
-        {"train.objective": "masked_token"}, ["train.mask_rate", "number", "None"]
-    ),
+    "no mask_rate": ({"train.objective": "masked_token"}, "train.mask_rate | number | None"),
     "nothing masked": (
         {"train.objective": "masked_token", "train.mask_rate": 0.0},
-        ["train.mask_rate", "above 0", "0.0"],
+        "train.mask_rate | above 0 | 0.0",
     ),
     # Next-token training under a mask that shows the next token.
     "a mask that sees the answer": (
-        {"attention.gqa.variant": "full"}, ["layer 0", "Full()", "next_token", "causal"]
+        {"attention.gqa.variant": "full"},
+        "layer 0 | Full() | next_token | causal",
     ),
-}  # fmt: skip
+}
 
 
 def put(config: dict, name: str, value) -> None:
@@ -150,7 +170,7 @@ def test_a_mistake_is_one_line_with_option_value_and_what_is_right(mistake):
         settings(resolve(config))
     message = str(caught.value)
     assert "\n" not in message
-    missing = [piece for piece in pieces if piece not in message]
+    missing = [piece for piece in pieces.split(" | ") if piece not in message]
     assert not missing, f"{message!r} does not say {missing}"
 
 

@@ -21,6 +21,7 @@ class NextToken:
     """Every counted position predicts the token that follows (GPT)."""
 
     name: ClassVar[str] = "next_token"
+    generates: ClassVar[bool] = True
     reads_source: ClassVar[bool] = False
     model_options: ClassVar[type] = DecoderOptions
 
@@ -66,6 +67,7 @@ class MaskedToken:
     """
 
     name: ClassVar[str] = "masked_token"
+    generates: ClassVar[bool] = False
     reads_source: ClassVar[bool] = False
     model_options: ClassVar[type] = DecoderOptions
 
@@ -106,7 +108,9 @@ class SequenceToSequence(NextToken):
         self, model, batch: Batch, dropout_key: jax.Array | None, probe: Probe | None = None
     ) -> jax.Array:
         """Logits (B, T, V) of the decoder."""
-        memory = model.encode(batch.source_BS, batch.source_segments_BS, probe=probe)
+        memory = model.encode(
+            batch.source_BS, batch.source_segments_BS, probe=probe, dropout_key=dropout_key
+        )
         return model(batch.tokens_BT, memory=memory, dropout_key=dropout_key, probe=probe)[0]
 
 

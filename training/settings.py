@@ -127,7 +127,8 @@ def _objective(name: str, mask_rate: float | None):
         return take(objective, "train", {"mask_rate": mask_rate})
     if mask_rate is not None:
         raise ValueError(
-            f"train.mask_rate is set to {mask_rate}, but train.objective is {name!r}; leave it unset"
+            f"train.mask_rate is set to {mask_rate}, but train.objective is {name!r}; "
+            "leave it unset"
         )
     return objective()
 

@@ -173,7 +173,9 @@ class Layout:
         """Positions, aligned at the end, and tags, both per row."""
         G = folded_group(self.group)
         offset = self.num_keys - self.num_queries
-        position = np.repeat(np.arange(self.padded_queries, dtype=np.int32) + offset, G)[None]
+        # Computed on the device: as a constant it would be as large as the program.
+        position = jax.lax.broadcasted_iota(jnp.int32, (1, self.padded_queries * G), 1)
+        position = position // G + offset
         if tags is None:
             return Rows(position, None, None)
         tag_BT, tag_BS = tags

@@ -1,0 +1,143 @@
+"""Imports run one way; the sources are parsed, so that imports inside functions count too."""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("attention", "models", "tasks", "training", "configs", "analysis")
+
+# Each may import what stands before it, and what stands beside it.
+ORDER = (
+    ("attention.masks", "attention.rope", "attention.cache"),
+    ("attention.reference", "attention.tiled", "attention.pallas", "attention.linear_ops"),
+    ("attention.ops",),
+    ("attention.multi_head", "attention.latent", "attention.linear", "attention.additive"),
+    ("models",),
+    ("training",),
+    ("train", "eval", "sweep"),
+)
+# What may not be imported by what, whatever the order says.
+CLOSED = {
+    "attention": ("models", "tasks", "training", "configs", "analysis"),
+    "models": ("tasks", "training", "configs", "analysis"),
+    "tasks": ("attention", "models", "training", "configs", "analysis"),
+    "configs": ("attention", "models", "tasks", "training", "analysis"),
+    "training": ("configs", "analysis"),
+    "analysis": ("train", "eval", "sweep"),
+}
+# The only packages from outside, beside the standard library.
+ONLY = {"tasks": {"jax"}, "configs": {"ml_collections"}}
+
+
+def files():
+    folders = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [*folders, *sorted(ROOT.glob("*.py"))]
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in files()}
+
+
+def imported(module, *, types=True):
+    """Names that a module imports: modules of the project as such, others as they are written."""
+    path = MODULES[module]
+    tree = ast.parse(path.read_text(), str(path))
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if id(node) in typing_only and not types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield inner if inner in MODULES else base
+
+
+@functools.cache
+def reaches(module):
+    """All modules of the project that are loaded when this one is, except by its packages."""
+    found, todo = set(), [module]
+    while todo:
+        for name in imported(todo.pop(), types=False):
+            if name in MODULES and name not in found:
+                found.add(name)
+                todo.append(name)
+    return found
+
+
+def is_in(module, room):
+    return module == room or module.startswith(room + ".")
+
+
+def test_every_room_is_found():
+    for room in ("attention", "models", "tasks", "training", "configs", "analysis"):
+        assert any(is_in(name, room) for name in MODULES)
+    assert {"train", "eval"} <= MODULES.keys()
+    assert "attention.masks.values" in set(imported("attention.cache")) | reaches("attention.cache")
+    assert "models.decoder" in reaches("train")
+
+
+@pytest.mark.parametrize("level", range(len(ORDER)), ids=lambda level: " ".join(ORDER[level]))
+def test_nothing_imports_what_stands_above_it(level):
+    """Through helpers that stand nowhere in the order neither."""
+    above = [room for rooms in ORDER[level + 1 :] for room in rooms]
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if any(is_in(module, room) for room in ORDER[level])
+        # The package attention names its variants, so importing it is importing all of them;
+        # but a module in it does not name the package.
+        for other in sorted(reaches(module))
+        if any(is_in(other, room) for room in above)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", CLOSED)
+def test_a_room_knows_nothing_of_those_above_and_beside_it(room):
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if is_in(module, room)
+        for other in imported(module)
+        if any(is_in(other, closed) for closed in CLOSED[room])
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ONLY)
+def test_tasks_and_configs_need_little(room):
+    allowed = {room, "__future__"} | ONLY[room] | sys.stdlib_module_names
+    wrong = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if is_in(module, room)
+        for other in imported(module)
+        if other.partition(".")[0] not in allowed
+    ]
+    assert not wrong
+
+
+def test_commands_are_not_imported():
+    """Two files that both define --config cannot be imported in one process."""
+    for module in MODULES:
+        assert not {"train", "eval", "sweep"} & set(imported(module))
