@@ -49,7 +49,8 @@ def read_patterns(model, objective, batch: Batch) -> tuple[jax.Array, dict[str, 
         return logits
 
     jax.eval_shape(collect, params)
-    names = tuple(name for name in offered if name.endswith("pattern"))
+    patterns = [name for name in offered if name.endswith("/pattern")]
+    names = tuple(sorted(patterns, key=lambda name: name.removesuffix("/pattern")))
     logits_BTV, values = jax.jit(lambda params: run(params, names)[:2])(params)
     return logits_BTV, {name: values[name] for name in names}
 
@@ -79,7 +80,7 @@ def draw_patterns(patterns: Mapping[str, jax.Array], batch: Batch, title: str, p
             axes.set_title(f"{name.removesuffix('/pattern')} head {head}", fontsize=8)
             for axis, tokens in ((axes.xaxis, keys), (axes.yaxis, queries)):
                 names = [token_name(token) for token in tokens]
-                axis.set_ticks(range(len(names)), names, fontsize=4.5)
+                axis.set_ticks(range(len(names)), names, fontsize=min(7, max(4, 300 / len(names))))
             axes.tick_params(axis="x", rotation=90, length=1, pad=1)
             axes.tick_params(axis="y", length=1, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="weight")

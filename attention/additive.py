@@ -20,8 +20,9 @@ from attention.probe import Probe
 from attention.reference import Dropout, allowed_pairs, isolate, masked_softmax
 from attention.smear import SmearedKeys
 
-# Elements of tanh(q + k) that exist at once; 64 MiB in float32.
-BLOCK_ELEMENTS = 2**24
+# Elements of tanh(q + k) that exist at once: what stays in a CPU's cache (4 MiB in float32) has its
+# gradient two and a half times sooner than what does not.
+BLOCK_ELEMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ def additive_scores(q_BTNH: jax.Array, k_BSKH: jax.Array, score_NH: jax.Array) -
     """scores_BNTS = a_nᵀ tanh(q_n + k_{n//G}).
 
     tanh(q + k) has B · N · T · S · H elements. Where that is more than ``BLOCK_ELEMENTS``, a block
-    of queries is taken at a time, and the backward pass computes the block's tanh again.
+    of queries is taken at a time, at least one, and the backward pass computes its tanh again.
     """
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]

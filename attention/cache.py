@@ -133,6 +133,8 @@ class SlotCache:
           ValueError: more tokens, or later positions, than the cache has room for. Positions that
             are being traced cannot be checked: whoever traces checks the length before.
         """
+        if positions_BT.shape[1] == 0:
+            raise ValueError("a cache is given at least one token at a time, got 0")
         self._check_room(positions_BT, valid_BT)
         positions_BT = jnp.where(valid_BT, positions_BT, -1)
         first_B1 = jnp.where(valid_BT, positions_BT, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)

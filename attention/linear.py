@@ -148,7 +148,8 @@ class LinearAttention(nnx.Module):
         """Of one sequence of T positions: linear in T.
 
         Weights 4 · T · D · H · (N + K) FLOPs. As a recurrence, every token costs 2 · K · M · E to
-        write and 2 · N · M · (E + 1) to read. In chunks of C, it costs 2 · N · C · (M + E) more.
+        write and 2 · N · M · (E + 1) to read. In chunks of C, it costs 2 · N · C · (M + E) more,
+        and the backward pass makes the scores and the states of chunks again.
         """
         N, K, H = self.context.num_heads, self.num_kv_heads, self.context.head_width
         M = feature_width(self.options.feature_map, H)
@@ -164,7 +165,7 @@ class LinearAttention(nnx.Module):
             weights=output_flops(self.context, length),
             visible=length * self._state_flops(),
             computed=computed,
-            recomputed=computed,
+            recomputed=padded * 2 * M * (N * C + K * H),
             kept=kept,
             in_forward=kept // 2 + span,
             in_backward=2 * span,

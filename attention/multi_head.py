@@ -90,6 +90,10 @@ def check_rotation(rope_width: int | None, context: Context) -> None:
             )
         return
     width = context.head_width if rope_width is None else rope_width
+    if rope_width is None and width % 2:
+        raise ValueError(
+            f"model.head_width must be even to be rotated whole, got {width}; or set rope_width"
+        )
     if width > context.head_width:
         raise ValueError(
             f"rope_width must be at most the head width {context.head_width}, got {width}"

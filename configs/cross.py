@@ -8,6 +8,7 @@ def get_config():
     config = base.get_config()
     config.model.pattern = ("causal",)
     config.train.objective = "sequence_to_sequence"
+    config.train.steps = 2000
     config.task.length = 32
     config.task.copy.share = 0.0
     config.task.induction.share = 0.0

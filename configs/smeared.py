@@ -8,4 +8,5 @@ def get_config():
     config = base.get_config()
     config.model.pattern = ("smeared",)
     config.model.num_layers = 1
+    config.task.vocab_size = 256
     return config

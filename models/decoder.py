@@ -13,6 +13,7 @@ from flax import nnx
 from attention.context import Context, matrix, project
 from attention.norm import RMSNorm
 from attention.probe import Probe
+from attention.rope import Rope
 from models.block import Block
 from models.mlp import MLPS
 
@@ -79,6 +80,10 @@ class DecoderOptions:
             )
         if self.head_width is not None and self.head_width < 1:
             raise ValueError(f"model.head_width must be at least 1, got {self.head_width}")
+        try:
+            Rope(2, self.rope_base, self.rope_layout)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
         self.check_layers("pattern", self.pattern, self.layers)
 
     def check_layers(self, option: str, pattern: tuple, layers: tuple) -> None:

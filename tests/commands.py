@@ -55,8 +55,9 @@ class Server:
 
     def __init__(self, folder: Path):
         self._folder, self._count = folder, 0
+        self.cache = folder / "xla"
         environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PLATFORMS": "cpu",
             "MPLCONFIGDIR": str(folder / "matplotlib"),
             "PYTHONPATH": str(ROOT),
@@ -131,8 +132,7 @@ def _become(argv: list[str], cwd: str, out: str, err: str, max_file: int | None)
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY), stream)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
     os.chdir(cwd)
     if max_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))

@@ -129,7 +129,8 @@ def test_memory_is_bounded(monkeypatch):
 
 def built(options, **changes):
     shape = context(**changes)
-    graph, params = split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
+    graph, params = nnx.split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
+    params = {"/".join(path): p for path, p in nnx.to_flat_state(params)}
     rng = np.random.default_rng()
     params = {name: rng.standard_normal(p.shape) / 2 for name, p in params.items()}
     return merge(graph, {name: jnp.asarray(p, "float32") for name, p in params.items()}), params

@@ -46,7 +46,8 @@ def name_of(path):
 MODULES = {name_of(path): path for path in files()}
 
 
-def imported(module, *, types=True):
+@functools.cache
+def imported(module, types=True):
     """Names that a module imports: modules of the project as such, others as they are written."""
     path = MODULES[module]
     tree = ast.parse(path.read_text(), str(path))
@@ -57,11 +58,12 @@ def imported(module, *, types=True):
         for node in ast.walk(block)
     }
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = []
     for node in ast.walk(tree):
         if id(node) in typing_only and not types:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -69,7 +71,8 @@ def imported(module, *, types=True):
                 base = ".".join([*above, base] if base else above)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield inner if inner in MODULES else base
+                found.append(inner if inner in MODULES else base)
+    return found
 
 
 @functools.cache
@@ -77,7 +80,7 @@ def reaches(module):
     """All modules of the project that are loaded when this one is, except by its packages."""
     found, todo = set(), [module]
     while todo:
-        for name in imported(todo.pop(), types=False):
+        for name in imported(todo.pop(), False):
             if name in MODULES and name not in found:
                 found.add(name)
                 todo.append(name)
@@ -104,8 +107,6 @@ def test_nothing_imports_what_stands_above_it(level):
         f"{module} imports {other}"
         for module in MODULES
         if any(is_in(module, room) for room in ORDER[level])
-        # The package attention names its variants, so importing it is importing all of them;
-        # but a module in it does not name the package.
         for other in sorted(reaches(module))
         if any(is_in(other, room) for room in above)
     ]

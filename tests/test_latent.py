@@ -50,7 +50,8 @@ def run(layer, x, positions, read=(), **options):
 def built(options, **changes) -> tuple[MultiHeadLatentAttention, dict]:
     """The layer with parameters that are all random, and these in float64."""
     shape = context(options, **changes)
-    graph, params = split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
+    graph, params = nnx.split(nnx.eval_shape(lambda: options.build(shape, nnx.Rngs(0))))
+    params = {"/".join(path): p for path, p in nnx.to_flat_state(params)}
     rng = np.random.default_rng()
     params = {name: rng.standard_normal(p.shape) / 2 for name, p in params.items()}
     return merge(graph, {name: jnp.asarray(p, "float32") for name, p in params.items()}), params

@@ -122,7 +122,7 @@ def test_of_a_whole_model_the_matrices_decay_and_nothing_else():
     # Biases and gains of several heads are arrays of two axes too, but no matrices.
     kept = {name.rsplit("/", 1)[-1] for name in params.keys() - shrinking}
     assert {name for name in kept if name.startswith("w_")} == set()
-    assert {"q_NH", "k_KH", "v_KH", "o_D", "sink_N"} <= kept
+    assert {"q_NH", "k_KH", "v_KH", "gain_D", "sink_N"} <= kept
     assert {"w_embed_VD", "w_position_TD", "w_head_DV"} <= shrinking
     assert all(params[name].ndim >= 2 for name in shrinking)
     assert all(params[name].ndim == 1 or "/biases/" in name for name in params.keys() - shrinking)

@@ -57,7 +57,7 @@ MISTAKES = {
         "attention.gqa.variant | causal | casual",
     ),
     "unknown layer": ({"model.pattern": ("gqa", "nosuch")}, "model.pattern | gqa | 'nosuch'"),
-    "no layer": ({"model.pattern": ()}, "model.pattern | at least one | ()"),
+    "no layer": ({"model.pattern": ()}, "model.pattern | gqa"),
     # The rest of the model.
     "no layers": ({"model.num_layers": 0}, "model.num_layers | at least 1 | 0"),
     "unknown mlp": ({"model.mlp": "relu"}, "model.mlp | gelu | swiglu | none | 'relu'"),

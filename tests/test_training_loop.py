@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +190,7 @@ def test_a_donated_state_is_gone_and_says_so():
     state, _ = interval(state, 8)
     evaluate(state.params)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(initial.params))
-    with pytest.raises(Exception, match="[Dd]eleted|donated"):
+    with pytest.raises(Exception, match=r"[Dd]eleted|donated"):
         interval(initial, 4)
 
 
@@ -219,8 +221,6 @@ def test_steps_past_the_end_are_skipped():
 
 def resume_at_5(once, folder):
     """The run as a kill between the checkpoints of 5 and 10 would have left it, continued."""
-    import shutil
-
     shutil.copytree(once[0], folder)
     shutil.rmtree(folder / "checkpoints" / "10")
     assert saved_steps(folder) == [5]
@@ -262,8 +262,6 @@ def test_a_failed_write_of_metrics_loses_no_line(once, tmp_path, monkeypatch, at
 
 
 def test_a_line_cut_short_is_taken_again(once, tmp_path):
-    import shutil
-
     folder = tmp_path / "run"
     shutil.copytree(once[0], folder)
     shutil.rmtree(folder / "checkpoints" / "10")
@@ -274,8 +272,6 @@ def test_a_line_cut_short_is_taken_again(once, tmp_path):
 
 def test_a_line_cut_short_at_the_checkpoint_is_not_lost(once, tmp_path):
     """Killed while the line of the checkpoint's own step was on its way to the disk."""
-    import shutil
-
     folder = tmp_path / "run"
     shutil.copytree(once[0], folder)
     shutil.rmtree(folder / "checkpoints" / "10")
@@ -285,8 +281,6 @@ def test_a_line_cut_short_at_the_checkpoint_is_not_lost(once, tmp_path):
 
 
 def test_options_that_change_no_result_may_differ(once, tmp_path):
-    import shutil
-
     shutil.copytree(once[0], tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "10")
     other = tiny.config(
@@ -354,8 +348,6 @@ def test_a_file_is_no_folder(tmp_path):
 
 def test_what_a_full_disk_left_of_a_first_start_is_no_foreign_folder(once, tmp_path, monkeypatch):
     """The write of config.json failed half-way; with room again, the same command works."""
-    from pathlib import Path
-
     replace = Path.replace
 
     def full(self, target):

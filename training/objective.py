@@ -44,6 +44,10 @@ class NextToken:
                     "predict; use a causal mask, or train.objective=masked_token"
                 )
 
+    def tokens_read(self, length: int) -> int:
+        """Tokens in a sequence that the model reads, of a task of ``length``."""
+        return length
+
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """The batch as the model reads it."""
         del key
@@ -79,6 +83,10 @@ class MaskedToken:
 
     def check(self, layers: Sequence, first_position: int) -> None:
         """Any mask will do: what is to be predicted is not there to be seen."""
+
+    def tokens_read(self, length: int) -> int:
+        """Tokens in a sequence that the model reads, of a task of ``length``."""
+        return length + 1
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """The sequences with tokens masked; the weights count these and no others."""

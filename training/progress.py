@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+_WIDTH = 120
 
 
 class Reporter:
@@ -66,9 +69,8 @@ def table(title: str, rows: list[tuple[str, ...]], header: tuple[str, ...]) -> N
     """Prints a table; the first column is text, the others are numbers."""
     grid = Table(title=title, title_justify="left")
     for i, name in enumerate(header):
-        grid.add_column(name, justify="right" if i else "left")
+        grid.add_column(name, justify="right" if i else "left", overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    console = Console()
-    # A file or a pipe has no width to fit; a cell cut short there would be lost.
-    console.print(grid, width=None if console.is_terminal else 200, soft_wrap=True)
+    # A file or a pipe has no width to fit.
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(grid)

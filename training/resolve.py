@@ -60,12 +60,15 @@ def _groups(config: Mapping) -> list[str]:
 
 
 def _tasks(config: Mapping) -> list[str]:
+    for name, options in config["task"].items():
+        if isinstance(options, Mapping) and name not in TASKS:
+            raise ValueError(f"task.{name} is not a task; known are {', '.join(TASKS)}")
     objective = OBJECTIVES.get(config["train"]["objective"])
     always = () if objective is None or objective.reads_source else ALWAYS_EVALUATED
     return [
         name
         for name, options in config["task"].items()
-        if name in TASKS and (options["share"] or name in always)
+        if name in TASKS and (options.get("share", 1) or name in always)
     ]
 
 

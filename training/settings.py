@@ -11,7 +11,10 @@ from tasks import TASKS, Mixture, Task
 from training.objective import LOSS_ON, OBJECTIVES
 from training.optimizer import OptimizerOptions
 from training.resolve import ALWAYS_EVALUATED, pattern_names
-from training.typed import at_least, known, take, whole_number
+from training.typed import at_least, exactly, known, take, whole_number
+
+# Steps are counted in 32 bits.
+_MOST_STEPS = 2**31 - 1
 
 
 class OptionError(ValueError):
@@ -30,6 +33,8 @@ class TrainOptions:
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "batch_size", "log_every", "eval_every")
+        if self.steps > _MOST_STEPS:
+            raise ValueError(f"train.steps must be at most {_MOST_STEPS}, got {self.steps}")
         if self.loss_on not in LOSS_ON:
             raise ValueError(f"train.loss_on must be one of {list(LOSS_ON)}, got {self.loss_on!r}")
 
@@ -95,8 +100,8 @@ def settings(config: Mapping) -> Settings:
 
 
 def _settings(config: Mapping) -> Settings:
-    known("", config, "seed", "model", "attention", "task", "train", "optimizer", "eval",
-          "checkpoint")  # fmt: skip
+    exactly("", config, "seed", "model", "attention", "task", "train", "optimizer", "eval",
+            "checkpoint")  # fmt: skip
     seed = _seed("seed", config["seed"])
     train, model = dict(config["train"]), dict(config["model"])
     data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
@@ -114,6 +119,7 @@ def _settings(config: Mapping) -> Settings:
         eval=take(EvalOptions, "eval", config["eval"]),
         checkpoint=take(CheckpointOptions, "checkpoint", config["checkpoint"]),
     )
+    _seed("eval.seed", result.eval.seed)
     first_counted = task.first_answer if result.train.loss_on == "answers" else 0
     objective.check(result.model.all_layers(), first_counted)
     return result
@@ -146,7 +152,7 @@ def _tasks(group: Mapping, objective) -> tuple[Mixture, tuple[Task, ...]]:
     tasks, shares = [], []
     for name, options in group.items():
         options = dict(options)
-        shares.append(options.pop("share"))
+        shares.append(_share(f"task.{name}.share", options.pop("share", None)))
         tasks.append(take(TASKS[name], f"task.{name}", {**common, **options}))
         if tasks[-1].has_source != objective.reads_source:
             has, reads = (
@@ -158,6 +164,9 @@ def _tasks(group: Mapping, objective) -> tuple[Mixture, tuple[Task, ...]]:
                 f"task.{name} {has}, but train.objective={objective.name} {reads}; set "
                 f"task.{name}.share=0 or choose another objective"
             )
+    if not any(shares):
+        names = ", ".join(f"task.{name}.share" for name in group)
+        raise ValueError(f"at least one of {names} must be positive, got {shares}")
     mixture = Mixture(tuple(tasks), tuple(shares))
     evaluated = [
         task
@@ -167,13 +176,23 @@ def _tasks(group: Mapping, objective) -> tuple[Mixture, tuple[Task, ...]]:
     return mixture, tuple(evaluated)
 
 
+def _share(name: str, value) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a number that is finite and not negative, got {value!r}")
+    return float(value)
+
+
 def _model(group: dict, attention_groups: Mapping, task: Mixture, objective) -> DecoderOptions:
     width = 4 * whole_number("model.d_model", group["d_model"])
     _derive(group, "d_ff", width, None if group["mlp"] != "none" else "model.mlp is 'none'")
     learned = group["position"] == "learned"
-    _derive(
-        group, "max_length", task.length, None if learned else "model.position is not 'learned'"
-    )
+    length = objective.tokens_read(task.length)
+    _derive(group, "max_length", length, None if learned else "model.position is not 'learned'")
+    if learned and whole_number("model.max_length", group["max_length"]) < length:
+        raise ValueError(
+            f"model.max_length must be at least {length} for task.length={task.length}, "
+            f"got {group['max_length']}"
+        )
     group |= {"vocab_size": task.vocab_size, "layers": _layers(group, "pattern", attention_groups)}
     encoder = None if objective.reads_source else f"train.objective is {objective.name!r}"
     _derive(group, "encoder_num_layers", group["num_layers"], encoder)

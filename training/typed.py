@@ -39,6 +39,14 @@ def known(prefix: str, group: Mapping, *names: str) -> None:
             raise ValueError(f"{dot}{name} is not an option; known are {', '.join(sorted(names))}")
 
 
+def exactly(prefix: str, group: Mapping, *names: str) -> None:
+    """Raises ValueError unless the group has the options ``names`` and no others."""
+    known(prefix, group, *names)
+    for name in names:
+        if name not in group:
+            raise ValueError(f"{f'{prefix}.' if prefix else ''}{name} is missing")
+
+
 def at_least(prefix: str, options, bound: int, *names: str) -> None:
     """Raises ValueError where one of the named options is below ``bound``."""
     for name in names:
