@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from attention import ops
-from attention.masks import Causal, First, Full, Global, Mask, Prefix, Window
+from attention.masks import Causal, First, Full, Global, Mask, Window
 from attention.pallas import gpu
 
 SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
@@ -88,9 +88,6 @@ CASES = {
     "window-4096": Case(Window(4096), T=LONG, S=LONG, B=1, K=1),
     "longformer": Case(Window(256, ahead=255) | Global(4), T=LONG, S=LONG, B=1),
     "longformer-scattered": Case(Window(200, ahead=199) | Global((3, 100, 500)), K=2),
-    "mask-of-many-terms": Case(
-        (Window(300, ahead=20) | Global((3, 100, 500, 900, 1200)) | Prefix(700)) & ~Window(5)
-    ),
     "streaming-sink": Case(Causal() & (Window(4096) | First(4)), T=LONG, S=LONG, B=1, sink=True),
 }
 

@@ -15,6 +15,7 @@ from tests.oracles import assert_close
 # What each implementation may refuse; nothing where it is not listed. A new refusal fails
 # test_attend_calls.py, and a test is skipped only for a feature named here.
 MAY_REFUSE: dict[str, set[str]] = {
+    "tiled": {"dropout", "indices"},
     # Everything off a GPU; tests/test_pallas_gpu.py runs it in the interpreter.
     "gpu": {
         *("plain", "float16", "bfloat16", "float64", "sink"),

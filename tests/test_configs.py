@@ -3,8 +3,10 @@
 import importlib
 import json
 import re
+import warnings
 from pathlib import Path
 
+import jax
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -45,10 +47,16 @@ def parse(*argv, config="configs/base.py"):
     return values.config
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly():
+    """What is compiled here runs for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(autouse=True)
 def as_ml_collections_loads_a_config():
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"the load_module\(\) method")
         yield
@@ -64,6 +72,7 @@ def test_a_config_as_it_is_fits_together(name):
 def test_a_config_trains_two_steps_and_evaluates(name, tmp_path):
     config = module(name).get_config()
     config.update_from_flattened_dict(SMALL)
+    config.model.num_layers = len(config.model.pattern)
     plain = resolve(config.to_dict())
     chosen = settings(plain)
     lines = loop.train(plain, chosen, RunFolder(tmp_path / "run"))

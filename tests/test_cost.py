@@ -210,19 +210,20 @@ def test_flops_of_a_token_are_those_of_the_traced_step(name):
     assert 1 <= found / cost(decoder(name), T).decode < bound
 
 
+# Lengths at which no loop takes a second turn, of which XLA would count the first alone.
 COMPILED = {
-    "a window and swiglu": decoder("window", mlp="swiglu", d_ff=512, num_layers=2),
-    "linear and grouped heads, gelu": decoder("linear", "causal", mlp="gelu", d_ff=512, options={
-        **OPTIONS, "linear": {},
-    }),
-    "additive": decoder("additive", d_model=64, num_heads=1, options={"additive": {}}),
+    "a window and swiglu": (192, decoder("window", mlp="swiglu", d_ff=512, num_layers=2)),
+    "linear and grouped heads, gelu": (192, decoder(
+        "linear", "causal", mlp="gelu", d_ff=512, options={**OPTIONS, "linear": {}},
+    )),
+    "additive": (128, decoder("additive", d_model=64, num_heads=1, options={"additive": {}})),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_against_the_compiled_program(name):
-    T, options = 192, COMPILED[name]
+    T, options = COMPILED[name]
     bill = cost(options, T)
     arguments, forward, gradient = programs(options, T, T)
     both = bill.forward.computed + bill.backward.computed
@@ -231,9 +232,11 @@ def test_against_the_compiled_program(name):
         (gradient, both, bill.training),
     ):
         compiled = jax.jit(function).lower(*arguments).compile()
-        # XLA counts what is done to single numbers too, and may share what is computed twice.
-        assert 0.92 < compiled.cost_analysis()["flops"] / flops < 1.16
-        assert 0.7 < compiled.memory_analysis().temp_size_in_bytes / activations.dense < 1.4
+        # XLA counts what is done to single numbers too, of which the gradient of additive scores is
+        # made, and may share what is computed twice.
+        bound = 1.2 if name == "additive" else 1.05
+        assert 0.97 < compiled.cost_analysis()["flops"] / flops < bound
+        assert 0.6 < compiled.memory_analysis().temp_size_in_bytes / activations.dense < 1.4
 
 
 # Published figures.

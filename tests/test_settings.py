@@ -1,4 +1,4 @@
-"""A user's mistake is found at the boundary: one line with option, value and what would be right."""
+"""A mistake is found at the boundary: one line with option, value and what would be right."""
 
 import pytest
 

@@ -40,7 +40,7 @@ class _Operands:
     dp_right: object
 
 
-def _weights(plan: Plan, operands: _Operands, lse, hide, shape):
+def _weights(plan: Plan, operands: _Operands, lse, allowed, shape):
     """p = exp2(s · c − lse), and a function that gives dp.
 
     On a full tile both products run while p is made from the first. On a partial one the mask
@@ -51,9 +51,9 @@ def _weights(plan: Plan, operands: _Operands, lse, hide, shape):
         return jnp.exp2(scores * (plan.scale * LOG2E) - lse())
 
     s_right, dp_right = (x.transpose((1, 0)) for x in (operands.s_right, operands.dp_right))
-    if hide is not None:
+    if allowed is not None:
         scores = gpu_plan.product(operands.s_left, s_right, shape)
-        p = weights(hide(scores))
+        p = weights(jnp.where(allowed(), scores, -jnp.inf))
         return p, lambda: gpu_plan.product(operands.dp_left, dp_right, shape)
 
     def multiply(s_ref, dp_ref):
@@ -146,15 +146,15 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
                 slot = gpu_plan.slot_of(entry - start, depth)
                 k_smem, v_smem = smem["k_smem"].at[slot], smem["v_smem"].at[slot]
 
-                def hide(scores):
-                    return plan.hide(scores, first, columns_ref[entry] * DQ_KEYS, q_axis=0)
+                def allowed():
+                    return plan.allowed(first, columns_ref[entry] * DQ_KEYS, shape, q_axis=0)
 
                 plgpu.barrier_wait(smem["ready"].at[slot])
                 p, dp = _weights(
                     plan,
                     _Operands(own["q_smem"], k_smem, own["do_smem"], v_smem),
                     lambda: gpu_plan.per_row(lse, shape),
-                    hide if masked else None,
+                    allowed if masked else None,
                     shape,
                 )
                 ds = _score_gradient(p, dp(), gpu_plan.per_row(delta, shape), masked)
@@ -258,8 +258,8 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                 slot = gpu_plan.slot_of(group * count + (entry - start), depth)
                 q_smem, do_smem = smem["q_smem"].at[slot], smem["do_smem"].at[slot]
 
-                def hide(scores):
-                    return plan.hide(scores, columns_ref[entry] * DKV_QUERIES, first, q_axis=1)
+                def allowed():
+                    return plan.allowed(columns_ref[entry] * DKV_QUERIES, first, shape, q_axis=1)
 
                 def number_per_column(name):
                     numbers = plgpu.load(smem[name].at[slot], layout=gpu_plan.WGMMA.reduce(0))
@@ -270,7 +270,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                     plan,
                     _Operands(k_smem, q_smem, v_smem, do_smem),
                     lambda: number_per_column("lse_smem"),
-                    hide if masked else None,
+                    allowed if masked else None,
                     shape,
                 )
                 dv = gpu_plan.accumulate(plan, dv, p.astype(dtype), do_smem, p_smem)

@@ -136,7 +136,8 @@ def _attend_tile(plan: Plan, tile: _Tile, smem: dict, q_smem, p_smem, carry):
     scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
     plgpu.barrier_arrive(smem["k_done"].at[slot])
     if tile.first_key is not None:
-        scores = plan.hide(scores, tile.first_query, tile.first_key, q_axis=0)
+        allowed = plan.allowed(tile.first_query, tile.first_key, shape, q_axis=0)
+        scores = jnp.where(allowed, scores, -jnp.inf)
 
     new_top = jnp.maximum(top, scores.max(axis=1) * (plan.scale * LOG2E))
     shrink = jnp.exp2(top - new_top)

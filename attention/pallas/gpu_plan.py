@@ -25,7 +25,6 @@ ROWS = 64  # rows of the accumulator of one warpgroup: the m64 of wgmma
 BLOCK = CONSUMERS * ROWS  # rows of the tile of one thread block
 # A thread block has 64 Ki registers. wgmma and softmax need nearly all; copying needs few.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-MASK_COLUMNS = 32
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -55,23 +54,12 @@ class Plan:
         """Whether a hidden key can share a tile with one that is seen."""
         return bool((self.table(BLOCK, BLOCK).kinds == PARTIAL).any())
 
-    def hide(self, scores: jax.Array, q_start, k_start, q_axis: int) -> jax.Array:
-        """−inf where the mask forbids; queries run along ``q_axis`` of the tile of scores.
+    def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
+        """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other.
 
-        Some columns at a time: a mask of many terms on the whole tile would need more registers
-        than there are.
+        A mask of many terms (four primitives, one a Global of five scattered positions) makes the
+        compiler spill some registers on partial tiles at width 128: slower there, not wrong.
         """
-        rows, columns = scores.shape
-        parts = []
-        for column in range(0, columns, MASK_COLUMNS):
-            part = scores[:, column : column + MASK_COLUMNS]
-            starts = [q_start, k_start]
-            starts[1 - q_axis] = starts[1 - q_axis] + column
-            allowed = self._allowed(*starts, (rows, MASK_COLUMNS), q_axis)
-            parts.append(jnp.where(allowed, part, -jnp.inf))
-        return jnp.concatenate(parts, axis=1)
-
-    def _allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
         starts = {q_axis: q_start + (self.num_keys - self.num_queries), 1 - q_axis: k_start}
         indices = {}
         for axis, first in starts.items():
