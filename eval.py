@@ -5,6 +5,7 @@ import dataclasses
 from absl import flags
 
 from analysis import evaluation, patterns, plots
+from analysis.cost import cost, describe
 from training import command, progress
 from training.checkpoint import CheckpointError
 from training.restore import restore
@@ -29,7 +30,7 @@ def main() -> None:
     folder = RunFolder(WORKDIR.value)
     run = restore(folder, CHECKPOINT.value)
     rows = evaluation.accuracy_by_length(run.model, run.settings, SEQUENCES.value)
-    parts = evaluation.parameters_by_part(run.params)
+    parts = cost(run.settings.model, run.settings.task.length).parameters
     cache = evaluation.cache_bytes(run.model, run.settings.task.length)
 
     progress.table(
@@ -40,11 +41,7 @@ def main() -> None:
     for row in rows:
         if row.note:
             print(f"{row.task} at {row.length} tokens: {row.note}")
-    progress.table(
-        "parameters",
-        [(name, f"{count:,}") for name, count in parts.items()],
-        ("part", "number"),
-    )
+    progress.table("cost", describe(run.settings), ("what", "number", "about"))
     print(
         f"cache: {cache['per_token']:,} bytes per token; {cache['allocated']:,} bytes allocated "
         f"for {cache['at_length']} tokens, as the formula says"

@@ -105,24 +105,6 @@ def _teacher_forced(graph, objective, params, batch, key, chance) -> Counts:
     return jax.tree.map(lambda x: x.sum(0), jax.lax.map(one, (batch, rows), batch_size=32))
 
 
-def parameters_by_part(params: dict) -> dict[str, int]:
-    """Number of parameters of the embedding, attention, MLP, norms and head."""
-    parts: dict[str, int] = {}
-    for path, value in params.items():
-        parts[_part(path)] = parts.get(_part(path), 0) + value.size
-    return {**parts, "total": sum(parts.values())}
-
-
-def _part(path: str) -> str:
-    owner, *names = path.split("/")
-    if owner in ("blocks", "encoder_blocks"):
-        side = "encoder " if owner == "encoder_blocks" else ""
-        return "norms" if names[1].endswith("norm") else side + names[1]
-    return {"w_embed_VD": "embedding", "w_position_TD": "positions", "w_head_DV": "head"}.get(
-        owner, "norms"
-    )
-
-
 def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
     """Bytes of the cache per token by the formula, and of a cache as allocated.
 

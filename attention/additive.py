@@ -13,6 +13,7 @@ from flax import nnx
 from attention import masks, ops
 from attention.cache import KVCache, Slots, SmearedCache
 from attention.context import Context, matrix, project, silence
+from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.masks import Mask
 from attention.memory import Memory
 from attention.multi_head import check_kv_heads
@@ -160,6 +161,35 @@ class AdditiveAttention(nnx.Module):
     def _key_bytes(self) -> int:
         width = self.num_kv_heads * self.context.head_width
         return width * jnp.dtype(self.context.dtype).itemsize
+
+    def cost(self, length: int) -> LayerCost:
+        """Of one sequence of T positions.
+
+        Weights 4 · T · D · H · (N + K) FLOPs; a pair N · (3 · H + 2 · H): the addition, the
+        product with a_n and the sum of each score, and the weighted sum of the values. The N · H
+        tanh of a pair are not counted.
+        """
+        N, H, T = self.context.num_heads, self.context.head_width, length
+        block = min(T, max(1, BLOCK_ELEMENTS // (N * T * H)))
+        # The queries are padded to whole blocks; of several, one exists at a time, and the
+        # backward pass repeats them.
+        hidden, in_blocks = N * H * T * -(-T // block) * block, block < T
+        projected = projected_heads(self.context, self.num_kv_heads, T, T)
+        return projected + LayerCost(
+            weights=output_flops(self.context, T),
+            visible=5 * N * H * self.mask.count(T),
+            computed=3 * hidden + 2 * N * H * T * T,
+            recomputed=3 * hidden if in_blocks else 0,
+            kept=4 * (2 * N * T * T + (0 if in_blocks else hidden)),
+            in_forward=4 * 2 * N * T * T,
+            in_backward=2 * 4 * min(hidden, BLOCK_ELEMENTS),
+        )
+
+    def decode_flops(self, length: int) -> int:
+        """Of one more token: 4 · D · H · (N + K), and 5 · N · H for each position it sees."""
+        projected = projected_heads(self.context, self.num_kv_heads, 1, 1)
+        pairs = 5 * self.context.num_heads * self.context.head_width * self.mask.count(1, length)
+        return projected.weights + output_flops(self.context, 1) + pairs
 
     def implementation(self, batch: int, length: int) -> str:
         """Always the reference: additive scores are no matrix product that a kernel could tile."""

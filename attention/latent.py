@@ -13,6 +13,7 @@ from flax import nnx
 from attention import ops
 from attention.cache import LatentCache, Slots, SmearedCache
 from attention.context import Context, matrix, project, silence
+from attention.layer_cost import LayerCost, itemsize, softmax_pairs
 from attention.masks import Causal, Mask
 from attention.memory import Memory
 from attention.norm import RMSNorm
@@ -178,6 +179,42 @@ class MultiHeadLatentAttention(nnx.Module):
         last = 0 if self.rope_smear is None else self.options.rotary_width(self.context)
         last *= jnp.dtype(self.context.dtype).itemsize
         return slots * self.cache_bytes_per_token() + last
+
+    def cost(self, length: int) -> LayerCost:
+        """Of one sequence of T positions in the naive form, keys and values written out.
+
+        Weights 2 · T · (query + D · (R + P) + 2 · R · N · H + N · H · D) FLOPs, where query is
+        D · N · (H + P), or (D + N · (H + P)) · its rank; pairs 2 · N · (2 · H + P) each.
+        """
+        N, H = self.context.num_heads, self.context.head_width
+        R, P = self.options.latent_rank, self.options.rotary_width(self.context)
+        # Queries and keys of width H + P, queries once more; values, heads; the latent twice.
+        kept = itemsize(self.context) * length * (3 * N * (H + P) + 2 * N * H + 2 * (R + P))
+        return softmax_pairs(self.mask, N, 2 * H + P, length, length) + LayerCost(
+            weights=2 * length * (self._projections() + 2 * R * N * H),
+            kept=kept,
+            in_forward=kept // 2,
+        )
+
+    def decode_flops(self, length: int) -> int:
+        """Of one more token in the absorbed form, whose cache then holds ``length`` positions.
+
+        W_uk and W_uv meet the token alone; 2 · N · (2 · R + P) for each position that it sees.
+        """
+        N, H = self.context.num_heads, self.context.head_width
+        R, P = self.options.latent_rank, self.options.rotary_width(self.context)
+        # A smeared key is met by a query that is R wider.
+        wide = 2 * R + P if self.smear is None else 3 * R + P
+        pairs = N * wide * self.mask.count(1, length)
+        return 2 * (self._projections() + 2 * R * N * H + pairs)
+
+    def _projections(self) -> int:
+        """Numbers in the matrices that meet a token in both forms."""
+        D, N, H = self.context.d_model, self.context.num_heads, self.context.head_width
+        R, P = self.options.latent_rank, self.options.rotary_width(self.context)
+        rank, queries = self.options.query_rank, N * (H + P)
+        query = D * queries if rank is None else (D + queries) * rank
+        return query + D * (R + P) + N * H * D
 
     def implementation(self, batch: int, length: int) -> str:
         """Name of the implementation of softmax attention that training on this shape runs."""

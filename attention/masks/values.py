@@ -55,7 +55,7 @@ class Mask:
     """Base of all masks: ``mask(q_index, k_index)`` is true where the query may see the key.
 
     Indices are absolute positions; they broadcast against each other. Only ``−``, ``<``, ``>=``,
-    ``&`` and ``|`` are used on them, so that NumPy, jax.numpy and a Pallas kernel run the same line.
+    ``&`` and ``|`` are used on them: NumPy, jax.numpy and a Pallas kernel run the same line.
     """
 
     def __call__(self, q_index, k_index):
