@@ -1,4 +1,10 @@
-"""The plain decoder: another name of mha."""
+"""The plain decoder: another name of mha, for those who look for it here.
+
+    python train.py --config=configs/causal.py
+
+About 60 seconds of training on 2 cores. Expect
+copy accuracy 0.998, induction accuracy 0.994, as mha.
+"""
 
 from configs import base
 

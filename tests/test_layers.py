@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from attention import VARIANTS as REGISTERED
 from attention.additive import Additive
+from attention.context import Context
 from attention.latent import Latent
 from attention.linear import Linear
 from attention.memory import Memory
@@ -23,8 +27,13 @@ from attention.multi_head import (
     MultiHeadStreaming,
     MultiHeadWindow,
 )
-from tests import contract
-from tests.contract import Variant
+from attention.probe import Probe
+from models.decoder import Decoder, DecoderOptions
+from models.generate import generate
+from models.pure import merge, split
+from tests import contract, oracles
+from tests.contract import Variant, positions_of, random, subject
+from tests.oracles import assert_close
 
 LOOKS_AHEAD = "tokens see later ones"
 NO_CACHE = "a mask that looks ahead cannot be decoded token by token, and its cache is refused"
@@ -55,8 +64,6 @@ CROSS = dict.fromkeys(
     "second_prompt_in_a_used_cache": "a cache that is reset has lost its memory",
     "pattern_rows_sum_to_one": "the memory has other padding than the queries",
     "padding_has_no_weight": "the memory has other padding than the queries",
-}
-KEYLESS = {
 }
 
 
@@ -89,7 +96,8 @@ VARIANTS = [
     ), exempt=FULL),
     Variant("prefix", MultiHeadPrefix(num_kv_heads=2, prefix=3), exempt=PREFIX),
     Variant("cross", MultiHeadCross(num_kv_heads=2), arguments=memory, exempt=CROSS),
-    Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, constant_bytes=2 * 6 * 7 * 4, constant_is_narrow=False),
+    Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, constant_bytes=2 * 6 * 7 * 4,
+            constant_is_narrow=False),
     Variant("mla", Latent(latent_rank=5)),
     Variant("additive", Additive(num_kv_heads=2), model={"position": "none"}),
 ]  # fmt: skip
@@ -98,3 +106,258 @@ VARIANTS = [
 @pytest.mark.parametrize(("check", "variant"), contract.cases(VARIANTS))
 def test_contract(check, variant):
     check(variant)
+
+
+def test_every_registered_variant_is_here():
+    """Whoever adds a variant to ``attention.VARIANTS`` adds a line to the list above."""
+    assert set(REGISTERED.values()) <= {type(variant.options) for variant in VARIANTS}
+
+
+def test_generation_through_every_variant():
+    """One decoder of all variants that need nothing special, as a hybrid pattern."""
+    chosen = [v for v in VARIANTS if not v.model and not v.exempt]
+    assert len(chosen) >= 6
+    options = DecoderOptions(
+        vocab_size=11, num_layers=len(chosen), d_model=16, num_heads=4, mlp="none",
+        pattern=tuple(v.name for v in chosen), layers=tuple(v.options for v in chosen),
+    )  # fmt: skip
+    model = Decoder(options, nnx.Rngs(0))
+    prompt = np.random.default_rng().integers(0, 11, (2, 5))
+    new = np.asarray(generate(model, prompt, 9)[0])
+    tokens = np.concatenate([prompt, new], axis=1)
+    graph, params = split(model)
+    call = contract.compiled(lambda p, t: merge(graph, p)(t)[0])
+    logits = np.asarray(call(params, tokens))[:, 4:-1]
+    taken = np.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
+    # Of two logits that are equal to rounding either may be taken.
+    np.testing.assert_allclose(taken, logits.max(-1), rtol=0, atol=1e-4)
+
+
+# --- softmax attention against NumPy -------------------------------------------------------------
+
+SEES = {
+    "mha": lambda i, j: j <= i,
+    "gqa": lambda i, j: j <= i,
+    "mqa": lambda i, j: j <= i,
+    "smeared": lambda i, j: j <= i,
+    "window": lambda i, j: (j <= i) & (j > i - 2),
+    "streaming": lambda i, j: (j <= i) & ((j > i - 4) | (j < 2)),
+    "longformer": lambda i, j: (j <= i) & ((j > i - 2) | (j < 2) | (i < 2)),
+    "masked": lambda i, j: (j <= i) & ((j > i - 2) | (j < 1)) & (j > i - 5),
+    "full": lambda i, j: j == j,
+    "longformer encoder": lambda i, j: (abs(i - j) < 2) | (j < 1) | (i < 1),
+    "prefix": lambda i, j: (j <= i) | ((i < 3) & (j < 3)),
+}
+
+
+def rotated(x, positions, width, interleaved):
+    """Pairs of channels as complex numbers, turned by position · base^(−2i/width)."""
+    x = np.array(x)
+    first, second = (
+        (slice(0, width, 2), slice(1, width, 2)) if interleaved
+        else (slice(0, width // 2), slice(width // 2, width))
+    )  # fmt: skip
+    angle = positions[..., None] * 10_000.0 ** (-np.arange(0, width, 2) / width)
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angle)[:, :, None]
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def multi_head(options, context, params, x, positions, visible) -> np.ndarray:
+    """The layer in float64, step by step from its formulas."""
+    w = {name.rsplit("/", 1)[-1]: np.asarray(p, np.float64) for name, p in params.items()}
+    norms = {name.split("/")[-2]: np.asarray(p) for name, p in params.items() if "gain" in name}
+    q, k, v = (np.einsum("btd,dnh->btnh", x, w[name]) for name in ("w_q_DNH", "w_k_DKH", "w_v_DKH"))
+    if options.bias:
+        q, k, v = q + w["q_NH"], k + w["k_KH"], v + w["v_KH"]
+    if options.smeared_keys:
+        share = 1 / (1 + np.exp(-w["alpha_K"]))[:, None]
+        raw = k.copy()
+        for b, t in np.argwhere(positions > 0):
+            k[b, t] = share * raw[b, t] + (1 - share) * raw[b, t - 1]
+    if options.qk_norm:
+        q, k = (
+            a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6) * norms[name]
+            for a, name in ((q, "q_norm"), (k, "k_norm"))
+        )
+    if context.rotary:
+        width = options.rope_width or context.head_width
+        inter = context.rope_layout == "interleaved"
+        q, k = (rotated(a, positions, width, inter) for a in (q, k))
+    sink = w["sink_N"] if options.learned_sink else None
+    heads = oracles.attention(q, k, v, visible, sink=sink, scale=options.scale).out
+    y = np.einsum("btne,ned->btd", heads, w["w_o_NHD"])
+    return y + w["bias_D"] if options.bias else y
+
+
+@pytest.mark.parametrize("name", SEES)
+def test_against_numpy(name):
+    """Two documents and padding: every option of softmax attention, and every mask."""
+    variant = next(v for v in VARIANTS if v.name == name)
+    s = subject(variant)
+    segments = np.array([[1] * 7 + [2] * 4 + [0] * 2, [1] * 13, [0] * 4 + [3] * 9], np.int32)
+    x, positions = random(contract.B, contract.T, contract.D), positions_of(segments)
+    visible = oracles.visible_pairs(
+        SEES[name], contract.B, contract.T, contract.T, q_index=positions, k_index=positions,
+        q_segments=segments, k_segments=segments,
+    )  # fmt: skip
+    context = s.options.context()
+    expected = multi_head(variant.options, context, s.params, x, positions, visible)
+    got = s.run(x, segments)["y"]
+    valid = segments != 0
+    assert_close(got[valid], expected[valid])
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+def layer(options, seed=0, **context):
+    shape = {"d_model": 16, "num_heads": 2, "head_width": 8} | context
+    return options.build(Context(**shape), nnx.Rngs(seed))
+
+
+def call(layer, x, positions=None, probe_name=None):
+    """Output, and the activation of that name."""
+    graph, params = split(layer)
+    positions = np.arange(x.shape[1], dtype=np.int32)[None] if positions is None else positions
+
+    @contract.compiled
+    def run(params, x, positions):
+        probe = Probe(read=(probe_name,) if probe_name else ())
+        y, _ = merge(graph, params)(x, positions, probe=probe)
+        return y, probe.values.get(probe_name, 0)
+
+    return jax.tree.map(np.asarray, run(params, x, positions))
+
+
+def test_relations_have_a_direction():
+    """Claim 3: scores are symmetric where W_Q = W_K, and else they are not.
+
+    log p_ij − log p_ji of symmetric scores is a difference of potentials: it adds up to 0 around
+    every triangle.
+    """
+    x = random(1, 5, 16)
+    full = layer(MultiHeadFull(), rotary=False)
+    twin = layer(MultiHeadFull(), rotary=False)
+    twin.heads.w_k_DKH[...] = twin.heads.w_q_DNH[...]
+    for model, symmetric in ((full, False), (twin, True)):
+        log = np.log(call(model, x, probe_name="pattern")[1][0].astype(np.float64))
+        skew = log - log.transpose(0, 2, 1)
+        around = skew[:, 0, 1] + skew[:, 1, 2] + skew[:, 2, 0]
+        assert (np.abs(around) < 1e-4).all() == symmetric
+
+
+def test_every_token_sees_every_token():
+    """Claim 7: no weight of a bidirectional layer is 0; half of a causal one's are."""
+    x = random(1, 6, 16)
+    full = call(layer(MultiHeadFull()), x, probe_name="pattern")[1]
+    causal = call(layer(MultiHead()), x, probe_name="pattern")[1]
+    assert (full > 0).all()
+    np.testing.assert_array_equal(causal > 0, np.broadcast_to(np.tri(6, dtype=bool), (1, 2, 6, 6)))
+
+
+def test_shuffling_tokens_shuffles_rows():
+    """Claim 11: without positions and order no more happens; a causal mask is an order."""
+    x, order = random(1, 7, 16), np.array([3, 0, 6, 2, 5, 1, 4])
+    for options, context, same in (
+        (MultiHeadFull(), {"rotary": False}, True),
+        (MultiHeadFull(), {}, False),
+        (MultiHead(), {"rotary": False}, False),
+    ):
+        model = layer(options, **context)
+        y, shuffled = call(model, x)[0], call(model, x[:, order])[0]
+        assert np.allclose(shuffled, y[:, order], atol=1e-5) == same
+
+
+@pytest.mark.parametrize("layout", ["half_split", "interleaved"])
+def test_rotation(layout):
+    """Claim 12: only distances matter, nothing is trained, and values are not rotated."""
+    x, places = random(1, 6, 16), np.array([[0, 2, 3, 7, 8, 20]], np.int32)
+    model, bare = layer(MultiHead(), rope_layout=layout), layer(MultiHead(), rotary=False)
+    assert {k: v.shape for k, v in split(model)[1].items()} == {
+        k: v.shape for k, v in split(bare)[1].items()
+    }
+    y, pattern = call(model, x, places, "pattern")
+    moved, again = call(model, x, places + 100, "pattern")
+    assert_close(again, pattern)
+    assert_close(moved, y)
+    assert not np.allclose(call(model, x, places * 2, "pattern")[1], pattern, atol=1e-3)
+    # The first token sees itself alone: what comes out is its value.
+    same = call(bare, x, places)[0]
+    np.testing.assert_allclose(moved[:, 0], same[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [
+    MultiHead(smeared_keys=True), MultiHeadWindow(window=3, smeared_keys=True),
+    Linear(smeared_keys=True), Latent(latent_rank=5, smeared_keys=True),
+], ids=str)  # fmt: skip
+def test_the_first_token_is_unchanged_wherever_it_stands(options):
+    """R1, with smeared keys: 1000 added to all positions changes nothing."""
+    x, places = random(1, 5, 16), np.arange(5, dtype=np.int32)[None]
+    # Feature maps see the rotation itself, so that of linear attention is left out.
+    model = layer(options, rotary=not isinstance(options, Linear))
+    y, moved = (call(model, x, p)[0] for p in (places, places + 1000))
+    np.testing.assert_allclose(moved, y, atol=1e-4)
+
+
+def test_heads_cost_no_parameters():
+    """Claim 13: 4 d² in all, for one head of width d or many of width d/h."""
+    for num_heads in (1, 2, 8):
+        params = split(layer(MultiHead(), num_heads=num_heads, head_width=16 // num_heads))[1]
+        assert sum(p.size for p in params.values()) == 4 * 16**2
+
+
+def test_shared_heads_are_repeated_ones():
+    """Claim 24, G1: GQA is MHA whose key-value heads are equal within a group."""
+    x = random(2, 6, 16)
+    positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
+    for K in (1, 2):
+        shape = {"num_heads": 4, "head_width": 4}
+        shared, full = layer(MultiHead(num_kv_heads=K), **shape), layer(MultiHead(), **shape)
+        for name in ("w_k_DKH", "w_v_DKH"):
+            repeated = jnp.repeat(getattr(shared.heads, name)[...], 4 // K, axis=1)
+            getattr(full.heads, name)[...] = repeated
+        full.heads.w_q_DNH[...] = shared.heads.w_q_DNH[...]
+        full.w_o_NHD[...] = shared.w_o_NHD[...]
+        assert_close(call(shared, x, positions)[0], call(full, x, positions)[0])
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in SEES], ids=lambda v: v.name)
+def test_rates_of_dropout(variant):
+    """D1: each layer refuses what is no rate."""
+    context = subject(variant).options.context()
+    for rate in (-0.5, float("nan"), 1.0, 1.5):
+        with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {rate}"):
+            dataclasses.replace(variant.options, dropout=rate).build(context, nnx.Rngs(0))
+
+
+# --- positions and padding between tokens --------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    MultiHeadWindow(window=2), MultiHeadStreaming(window=2, first=1),
+    MultiHead(smeared_keys=True), Additive(mask_expression="Causal() & Window(2)"),
+], ids=str)  # fmt: skip
+def test_padding_between_tokens(options):
+    """Padding is irrelevant wherever it stands, in training as through a cache."""
+    context = {"rotary": False} if isinstance(options, Additive) else {}
+    model, x = layer(options, **context), random(1, 5, 16)
+    segments, there = np.array([[1, 0, 0, 1, 1]], np.int32), [0, 3, 4]
+    alone = call(model, x[:, there])[0]
+    for cache in (None, model.init_cache(1, 8)):
+        y, _ = model(x, positions_of(segments), segments_BT=segments, cache=cache)
+        assert_close(y[:, there], alone, what="training" if cache is None else "cache")
+
+
+@pytest.mark.parametrize(
+    "options", [MultiHeadStreaming(window=2, first=1), MultiHeadPrefix(prefix=3)], ids=str
+)
+def test_masks_count_from_position_0(options):
+    """The positions that are given decide, with segments, without, and through a cache."""
+    model, x = layer(options), random(1, 5, 16)
+    places = np.arange(2, 7, dtype=np.int32)[None]
+    bare = call(model, x, places)[0]
+    ones = np.ones((1, 5), np.int32)
+    assert_close(model(x, places, segments_BT=ones)[0], bare, what="segments")
+    cached, _ = model(x, places, cache=model.init_cache(1, 20))
+    assert_close(cached, bare, what="cache")

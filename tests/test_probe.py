@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from attention.context import Context
 from attention.multi_head import MultiHead
 from attention.probe import Probe
 from models.decoder import Decoder, DecoderOptions
@@ -89,6 +90,28 @@ def test_every_layer_can_be_read(model, tokens):
     oracles.assert_close(probe.values["layer0/head"], expected)
 
 
+def test_reading_does_not_change_what_runs(implementation):
+    """Not one bit, whichever implementation computes the heads; replacing goes by the pattern."""
+    context = Context(d_model=16, num_heads=4, head_width=4, implementation=implementation)
+    layer = MultiHead(num_kv_heads=2).build(context, nnx.Rngs(0))
+    x = np.random.default_rng().standard_normal((2, 70, 16)).astype("f")
+    positions = np.tile(np.arange(70, dtype=np.int32), (2, 1))
+
+    def call(probe):
+        try:
+            return np.asarray(layer(x, positions, probe=probe)[0])
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+
+    plain, probe = call(None), Probe(read=("pattern", "head"))
+    same_bits(call(probe), plain)
+    v_BSKE = np.einsum("bsd,dke->bske", x, layer.heads.w_v_DKH[...])
+    expected = np.einsum("bnts,bsne->btne", probe.values["pattern"], v_BSKE.repeat(2, 2))
+    oracles.assert_close(probe.values["head"], expected)
+    kept = call(Probe(replace={"pattern": lambda pattern: pattern}))
+    oracles.assert_close(kept, plain)
+
+
 def test_reading_inside_jit(model, tokens):
     @jax.jit
     def read(tokens):
@@ -122,9 +145,7 @@ def test_replacing_one_layer_leaves_the_earlier_ones(model, tokens):
     """Ablation of a head: zero its output; the layers below do not know."""
     plain = Probe(read=NAMES)
     before, _ = model(tokens, probe=plain)
-    probe = Probe(
-        read=NAMES, replace={"layer1/head": lambda h: h.at[:, :, 2].set(0)}
-    )
+    probe = Probe(read=NAMES, replace={"layer1/head": lambda h: h.at[:, :, 2].set(0)})
     after, _ = model(tokens, probe=probe)
     for name in ("layer0/pattern", "layer0/head", "layer1/pattern", "layer1/head"):
         same_bits(probe.values[name], plain.values[name])

@@ -64,7 +64,7 @@ def make_interval(settings: Settings):
         updates, opt_state = transformation.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, state.key)
-        return new, {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+        return new, {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
 
     def skip(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         return state, {"loss": jnp.float32(0), "gradient_norm": jnp.float32(0)}
