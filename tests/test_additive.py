@@ -151,9 +151,7 @@ def run(layer, x, positions, read=(), **options):
 
 def layer_oracle(p, x, visible):
     x = np.asarray(x, np.float64)
-    q, k, v = (
-        np.einsum("btd,dnh->btnh", x, p[name]) for name in ("w_q_DNH", "w_k_DKH", "w_v_DKH")
-    )
+    q, k, v = (np.einsum("btd,dnh->btnh", x, p[name]) for name in ("w_q_DNH", "w_k_DKH", "w_v_DKH"))
     if "smear/alpha_K" in p:
         share = 1 / (1 + np.exp(-p["smear/alpha_K"][:, None]))
         k[:, 1:] = share * k[:, 1:] + (1 - share) * k[:, :-1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -19,10 +21,10 @@ from models.decoder import DecoderOptions
 from models.encoder_decoder import EncoderDecoderOptions
 from models.pure import merge, split
 from tests import tiny
-from tests.commands import ROOT, Server
 from training.resolve import resolve
 from training.settings import settings
 
+ROOT = Path(__file__).resolve().parent.parent
 KIB, GIB = 1024, 1024**3
 D, N, K, H, V, F = 128, 4, 2, 64, 24, 96
 WINDOW = {"num_kv_heads": K, "window": 9}
@@ -406,31 +408,28 @@ def test_every_config_has_a_cost(path):
     assert describe(settings(resolve(config)))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("cost")) as server:
-        yield server
+def command(*flags):
+    return subprocess.run(
+        [sys.executable, "-m", "analysis.cost", *flags], cwd=ROOT, text=True, timeout=300,
+        capture_output=True,
+    )  # fmt: skip
 
 
-def command(server, *flags):
-    return server.run("analysis/cost.py", *flags, cwd=ROOT)
-
-
-def test_the_command_prints_a_table(server):
+def test_the_command_prints_a_table():
     ended = command(
-        server, "--config=configs/gqa.py", "--config.model.num_layers=3", "--length=8192",
+        "--config=configs/gqa.py", "--config.model.num_layers=3", "--length=8192",
         "--batch=16", "--dtype=float16",
     )  # fmt: skip
-    assert (ended.code, ended.err) == (0, "")
-    assert f"{2 * 3 * 2 * 16 * 2 * 8192 * 16:,}" in ended.out
-    assert "16 × 8,192 tokens in float16" in ended.out
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"{2 * 3 * 2 * 16 * 2 * 8192 * 16:,}" in ended.stdout
+    assert "16 × 8,192 tokens in float16" in ended.stdout
 
 
-def test_the_command_knows_published_shapes(server):
-    ended = command(server, "--preset=llama3-8b", "--batch=16")
-    assert (ended.code, ended.err) == (0, "")
+def test_the_command_knows_published_shapes():
+    ended = command("--preset=llama3-8b", "--batch=16")
+    assert (ended.returncode, ended.stderr) == (0, "")
     for figure in ("128 KiB", "512 KiB", "1 GiB", "16 GiB"):
-        assert f" {figure} " in ended.out
+        assert f" {figure} " in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -445,7 +444,7 @@ def test_the_command_knows_published_shapes(server):
         (["--config=configs/none.py"], "there is no such file"),
     ],
 )
-def test_mistakes_of_the_command(server, flags, message):
-    ended = command(server, *flags)
-    assert ended.code == 2 and message in ended.err
-    assert ended.err.count("\n") == 1 and not ended.out
+def test_mistakes_of_the_command(flags, message):
+    ended = command(*flags)
+    assert ended.returncode == 2 and message in ended.stderr
+    assert ended.stderr.count("\n") == 1 and not ended.stdout

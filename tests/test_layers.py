@@ -32,8 +32,8 @@ from models.decoder import Decoder, DecoderOptions
 from models.generate import generate
 from models.pure import merge, split
 from tests import contract, oracles
-from tests.contract import Variant, positions_of, random, subject
 from tests.oracles import assert_close
+from tests.subject import B, D, T, Variant, compiled, padded, positions_of, random, subject
 
 LOOKS_AHEAD = "tokens see later ones"
 NO_CACHE = "a mask that looks ahead cannot be decoded token by token, and its cache is refused"
@@ -69,9 +69,9 @@ CROSS = dict.fromkeys(
 
 def memory(batch: int) -> dict[str, Memory]:
     """As long as the sequence, so that one length suits both; the second row is shorter."""
-    segments = contract.padded((contract.T, 6, 9)[:batch], contract.T, "right")
-    x = np.random.default_rng(0).standard_normal((batch, contract.T, contract.D)).astype("f")
-    return {"memory": Memory(jnp.asarray(x), contract.positions_of(segments), segments)}
+    segments = padded((T, 6, 9)[:batch], T, "right")
+    x = np.random.default_rng(0).standard_normal((batch, T, D)).astype("f")
+    return {"memory": Memory(jnp.asarray(x), positions_of(segments), segments)}
 
 
 VARIANTS = [
@@ -126,7 +126,7 @@ def test_generation_through_every_variant():
     new = np.asarray(generate(model, prompt, 9)[0])
     tokens = np.concatenate([prompt, new], axis=1)
     graph, params = split(model)
-    call = contract.compiled(lambda p, t: merge(graph, p)(t)[0])
+    call = compiled(lambda p, t: merge(graph, p)(t)[0])
     logits = np.asarray(call(params, tokens))[:, 4:-1]
     taken = np.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
     # Of two logits that are equal to rounding either may be taken.
@@ -196,9 +196,9 @@ def test_against_numpy(name):
     variant = next(v for v in VARIANTS if v.name == name)
     s = subject(variant)
     segments = np.array([[1] * 7 + [2] * 4 + [0] * 2, [1] * 13, [0] * 4 + [3] * 9], np.int32)
-    x, positions = random(contract.B, contract.T, contract.D), positions_of(segments)
+    x, positions = random(B, T, D), positions_of(segments)
     visible = oracles.visible_pairs(
-        SEES[name], contract.B, contract.T, contract.T, q_index=positions, k_index=positions,
+        SEES[name], B, T, T, q_index=positions, k_index=positions,
         q_segments=segments, k_segments=segments,
     )  # fmt: skip
     context = s.options.context()
@@ -221,7 +221,7 @@ def call(layer, x, positions=None, probe_name=None):
     graph, params = split(layer)
     positions = np.arange(x.shape[1], dtype=np.int32)[None] if positions is None else positions
 
-    @contract.compiled
+    @compiled
     def run(params, x, positions):
         probe = Probe(read=(probe_name,) if probe_name else ())
         y, _ = merge(graph, params)(x, positions, probe=probe)

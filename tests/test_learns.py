@@ -1,6 +1,7 @@
 """The promise of the project, in small: a short run of grouped-query attention learns both tasks.
 
-The shipped model and batch, with sequences half as long and half as many steps.
+The shipped model and batch; sequences and vocabulary are half as large, and the rate stays high:
+.978 and .966 after 500 steps, above .9 from step 350 on.
 """
 
 import json
@@ -29,6 +30,8 @@ def test_a_short_run_learns_copying_and_induction(tmp_path):
         "train.py",
         f"--config={ROOT / 'configs' / 'gqa.py'}",
         "--config.task.length=32",
+        "--config.task.vocab_size=32",
+        "--config.optimizer.schedule=constant",
         "--config.train.steps=500",
         "--config.train.eval_every=500",
         "--config.checkpoint.every=500",

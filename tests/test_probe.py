@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,25 +71,40 @@ def tokens():
     return np.random.default_rng().integers(0, 11, (2, 7))
 
 
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def call(model, tokens, *, read=(), replace=None, positions=None, caches=None):
+    """Logits, what was read, and the caches. Compiled, which is cheaper than step by step."""
+
+    def run(tokens, positions, caches):
+        probe = Probe(read=read, replace=replace or {})
+        logits, caches = model(tokens, positions, caches=caches, probe=probe)
+        assert probe.missing() == []
+        return logits, probe.values, caches
+
+    run = jax.jit(run, compiler_options=_QUICK)
+    return jax.tree.map(np.asarray, run(tokens, positions, caches))
+
+
 NAMES = [f"layer{i}/{name}" for i in (0, 1) for name in ("pattern", "head")]
 
 
 def test_every_layer_can_be_read(model, tokens):
     """Shapes, causal zeros, and heads that are the pattern times the values of their group."""
-    probe = Probe(read=NAMES)
-    logits, _ = model(tokens, probe=probe)
-    same_bits(logits, model(tokens)[0])
-    assert sorted(probe.values) == sorted(NAMES) and probe.missing() == []
+    logits, values, _ = call(model, tokens, read=NAMES)
+    same_bits(logits, call(model, tokens)[0])
+    assert sorted(values) == sorted(NAMES)
     for i in (0, 1):
-        pattern_BNTS, head_BTNE = (probe.values[f"layer{i}/{n}"] for n in ("pattern", "head"))
+        pattern_BNTS, head_BTNE = (values[f"layer{i}/{n}"] for n in ("pattern", "head"))
         assert pattern_BNTS.shape == (2, 4, 7, 7) and head_BTNE.shape == (2, 7, 4, 4)
         assert not np.triu(pattern_BNTS, 1).any()
         np.testing.assert_allclose(pattern_BNTS.sum(-1), 1, atol=1e-6)
     x_BTD = np.asarray(model.w_embed_VD[...])[tokens]
-    normed = np.asarray(model.blocks[0].attention_norm(jnp.asarray(x_BTD)))
+    normed = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-6)
     v_BSKE = np.einsum("bsd,dke->bske", normed, model.blocks[0].attention.heads.w_v_DKH[...])
-    expected = np.einsum("bnts,bsne->btne", probe.values["layer0/pattern"], v_BSKE.repeat(2, 2))
-    oracles.assert_close(probe.values["layer0/head"], expected)
+    expected = np.einsum("bnts,bsne->btne", values["layer0/pattern"], v_BSKE.repeat(2, 2))
+    oracles.assert_close(values["layer0/head"], expected)
 
 
 def test_reading_does_not_change_what_runs(implementation):
@@ -97,101 +114,86 @@ def test_reading_does_not_change_what_runs(implementation):
     x = np.random.default_rng().standard_normal((2, 70, 16)).astype("f")
     positions = np.tile(np.arange(70, dtype=np.int32), (2, 1))
 
-    def call(probe):
+    def output(probe):
         try:
             return np.asarray(layer(x, positions, probe=probe)[0])
         except NotImplementedError as error:
             pytest.skip(str(error))
 
-    plain, probe = call(None), Probe(read=("pattern", "head"))
-    same_bits(call(probe), plain)
+    plain, probe = output(None), Probe(read=("pattern", "head"))
+    same_bits(output(probe), plain)
     v_BSKE = np.einsum("bsd,dke->bske", x, layer.heads.w_v_DKH[...])
     expected = np.einsum("bnts,bsne->btne", probe.values["pattern"], v_BSKE.repeat(2, 2))
     oracles.assert_close(probe.values["head"], expected)
-    kept = call(Probe(replace={"pattern": lambda pattern: pattern}))
+    kept = output(Probe(replace={"pattern": lambda pattern: pattern}))
     oracles.assert_close(kept, plain)
-
-
-def test_reading_inside_jit(model, tokens):
-    @jax.jit
-    def read(tokens):
-        probe = Probe(read=NAMES)
-        logits, _ = model(tokens, probe=probe)
-        return logits, probe.values
-
-    logits, values = read(tokens)
-    same_bits(logits, jax.jit(lambda tokens: model(tokens)[0])(tokens))
-    assert sorted(values) == sorted(NAMES)
 
 
 def test_reading_through_a_cache(model, tokens):
     """The pattern of one new token lies over the slots; what is empty has no weight."""
-    caches = model.init_caches(2, 9)
     positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
-    _, caches = model(tokens[:, :6], positions[:, :6], caches=caches)
-    whole, one = Probe(read=NAMES), Probe(read=NAMES)
-    model(tokens, probe=whole)
-    model(tokens[:, 6:], positions[:, 6:], caches=caches, probe=one)
+    _, whole, _ = call(model, tokens, read=NAMES)
+    caches = model.init_caches(2, 9)
+    *_, caches = call(model, tokens[:, :6], positions=positions[:, :6], caches=caches)
+    _, one, _ = call(model, tokens[:, 6:], read=NAMES, positions=positions[:, 6:], caches=caches)
     for i in (0, 1):
-        pattern = np.asarray(one.values[f"layer{i}/pattern"])
+        pattern = one[f"layer{i}/pattern"]
         assert pattern.shape == (2, 4, 1, 9) and not pattern[..., 7:].any()
-        oracles.assert_close(pattern[:, :, 0, :7], whole.values[f"layer{i}/pattern"][:, :, 6])
-        oracles.assert_close(
-            one.values[f"layer{i}/head"][:, 0], whole.values[f"layer{i}/head"][:, 6]
-        )
+        oracles.assert_close(pattern[:, :, 0, :7], whole[f"layer{i}/pattern"][:, :, 6])
+        oracles.assert_close(one[f"layer{i}/head"][:, 0], whole[f"layer{i}/head"][:, 6])
 
 
 def test_replacing_one_layer_leaves_the_earlier_ones(model, tokens):
-    """Ablation of a head: zero its output; the layers below do not know."""
-    plain = Probe(read=NAMES)
-    before, _ = model(tokens, probe=plain)
-    probe = Probe(read=NAMES, replace={"layer1/head": lambda h: h.at[:, :, 2].set(0)})
-    after, _ = model(tokens, probe=probe)
-    for name in ("layer0/pattern", "layer0/head", "layer1/pattern", "layer1/head"):
-        same_bits(probe.values[name], plain.values[name])
-    block = model.blocks[1]
-    x_BTD = np.asarray(plain.values["layer1/head"])[:, :, 2]
-    lost = np.einsum("bte,ed->btd", x_BTD, block.attention.w_o_NHD[...][2])
-    assert not np.isclose(before, after, atol=1e-4).all(-1).any() and lost.any()
-    zeroed = Probe(replace={"layer0/head": jnp.zeros_like})
-    model(tokens, probe=zeroed)
+    """Ablation of a head: what is above it changes, by what the head had to say."""
+    before, plain, _ = call(model, tokens, read=NAMES)
+    ablate = {"layer1/head": lambda head_BTNE: head_BTNE.at[:, :, 2].set(0)}
+    after, values, _ = call(model, tokens, read=NAMES, replace=ablate)
+    for name in NAMES:  # what was read is what was there before
+        same_bits(values[name], plain[name])
+    assert not np.isclose(before, after, atol=1e-4).all(-1).any()
+    lower = {"layer0/head": jnp.zeros_like}
+    _, values, _ = call(model, tokens, read=NAMES, replace=lower)
+    same_bits(values["layer0/head"], plain["layer0/head"])
+    assert not np.isclose(values["layer1/head"], plain["layer1/head"], atol=1e-4).all()
 
 
 def test_a_pattern_from_another_run(model, tokens):
-    """Pattern-preserving ablation: frozen patterns give what they gave."""
-    first = Probe(read=NAMES)
-    logits, _ = model(tokens, probe=first)
+    """Pattern-preserving ablation: frozen patterns give what they gave, and nothing else."""
+    logits, first, _ = call(model, tokens, read=NAMES)
     frozen = {
         name: (lambda _, value=value: value)
-        for name, value in first.values.items() if name.endswith("pattern")
+        for name, value in first.items() if name.endswith("pattern")
     }  # fmt: skip
-    again, _ = model(tokens, probe=Probe(replace=frozen))
-    oracles.assert_close(again, logits)
-    other = np.random.default_rng().integers(0, 11, (2, 7))
-    probe = Probe(read=("layer0/head",), replace=frozen)
-    model(other, probe=probe)
-    values = np.asarray(model.w_embed_VD[...])[other]
-    normed = np.asarray(model.blocks[0].attention_norm(jnp.asarray(values)))
+    oracles.assert_close(call(model, tokens, replace=frozen)[0], logits)
+    other = (tokens + 1) % 11
+    _, values, _ = call(model, other, read=("layer0/head",), replace=frozen)
+    x_BTD = np.asarray(model.w_embed_VD[...])[other]
+    normed = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-6)
     v_BSKE = np.einsum("bsd,dke->bske", normed, model.blocks[0].attention.heads.w_v_DKH[...])
-    expected = np.einsum("bnts,bsne->btne", first.values["layer0/pattern"], v_BSKE.repeat(2, 2))
-    oracles.assert_close(probe.values["layer0/head"], expected)
+    expected = np.einsum("bnts,bsne->btne", first["layer0/pattern"], v_BSKE.repeat(2, 2))
+    oracles.assert_close(values["layer0/head"], expected)
 
 
 def test_layers_that_do_not_exist(model, tokens):
     probe = Probe(read=("layer2/pattern", "pattern", "layer0/pattern"))
-    model(tokens, probe=probe)
+    jax.eval_shape(lambda tokens: model(tokens, probe=probe)[0], tokens)
     assert probe.missing() == ["layer2/pattern", "pattern"]
 
 
-def test_gradients_pass_through_what_is_read(model, tokens):
+def test_gradients_pass_through_what_is_read(model):
     """Reading cuts nothing; replacing by a constant does."""
-
-    def loss(x_BTD, probe):
-        layer = model.blocks[0].attention
-        positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
-        return layer(x_BTD, positions, probe=probe)[0].sum()
-
+    positions = np.tile(np.arange(7, dtype=np.int32), (2, 1))
     x = np.random.default_rng().standard_normal((2, 7, 16)).astype("f")
-    plain = jax.grad(loss)(x, None)
-    oracles.assert_close(jax.grad(loss)(x, Probe(read=("pattern", "head"))), plain)
-    assert not jax.grad(loss)(x, Probe(replace={"head": jnp.zeros_like})).any()
+    layer = model.blocks[0].attention
+
+    @functools.partial(jax.jit, compiler_options=_QUICK)
+    def gradients(x):
+        def gradient(probe):
+            return jax.grad(lambda x: layer(x, positions, probe=probe)[0].sum())(x)
+
+        read, cut = Probe(read=("pattern", "head")), Probe(replace={"head": jnp.zeros_like})
+        return gradient(None), gradient(read), gradient(cut)
+
+    plain, read, cut = gradients(x)
+    oracles.assert_close(read, plain)
+    assert np.asarray(plain).any() and not np.asarray(cut).any()

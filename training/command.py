@@ -44,6 +44,13 @@ def _parse(argv: list[str]) -> list[str]:
         return flags.FLAGS(argv)
     except flags.Error as error:
         _exit(2, _plain(str(error)))
+    except OSError:
+        # With overrides the config file is read while the flags are.
+        paths = [a.partition("=")[2] for a in argv if a.startswith(("--config=", "-config="))]
+        missing = [path for path in paths if not Path(path).is_file()]
+        if not missing:
+            raise
+        _exit(2, f"--config={missing[0]}: there is no such file; see configs/")
     except (AttributeError, KeyError) as error:
         # How ml_collections says that the config has no such option, sometimes with a hint.
         key, _, hint = (
