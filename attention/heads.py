@@ -68,15 +68,15 @@ class Heads(nnx.Module):
             "sink_N": None if self.sink_N is None else self.sink_N[...],
             "dropout": self._dropout(dropout_key),
         }
+        arguments = (q_BTNH, k_BSKH, v_BSKE, self.mask)
         if probe is not None and probe.wants("pattern"):
-            head_BTNE = ops.attend_with_pattern(
-                q_BTNH, k_BSKH, v_BSKE, self.mask, lambda p: probe("pattern", p), **options
+            observed_BTNE = ops.attend_with_pattern(
+                *arguments, lambda pattern: probe("pattern", pattern), **options
             )
-        else:
-            implementation = self.context.implementation
-            head_BTNE = ops.attend(
-                q_BTNH, k_BSKH, v_BSKE, self.mask, implementation=implementation, **options
-            )
+            if probe.replaces("pattern"):
+                return observed_BTNE, cache
+        # Reading goes beside the implementation that runs, so that it changes no bit.
+        head_BTNE = ops.attend(*arguments, implementation=self.context.implementation, **options)
         return head_BTNE, cache
 
     def init_cache(self, batch: int, length: int, dtype) -> KVCache | SmearedCache | MemoryCache:

@@ -285,14 +285,15 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _attend(self, probe: Probe | None, q_BTNH, k_BSKH, v_BSKE, **options) -> jax.Array:
         options["scale"] = self.scale
+        arguments = (q_BTNH, k_BSKH, v_BSKE, self.mask)
         if probe is not None and probe.wants("pattern"):
-            return ops.attend_with_pattern(
-                q_BTNH, k_BSKH, v_BSKE, self.mask, lambda p: probe("pattern", p), **options
+            observed = ops.attend_with_pattern(
+                *arguments, lambda pattern: probe("pattern", pattern), **options
             )
-        implementation = self.context.implementation
-        return ops.attend(
-            q_BTNH, k_BSKH, v_BSKE, self.mask, implementation=implementation, **options
-        )
+            if probe.replaces("pattern"):
+                return observed
+        # Reading goes beside the implementation that runs, so that it changes no bit.
+        return ops.attend(*arguments, implementation=self.context.implementation, **options)
 
     def _dropout(self, key: jax.Array | None) -> Dropout | None:
         if key is None or self.options.dropout == 0:

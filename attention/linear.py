@@ -105,12 +105,15 @@ class LinearAttention(nnx.Module):
             q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
         q_BTNM, k_BTKM = phi(q_BTNH), phi(k_BTKH)
         state = cache.inner if isinstance(cache, SmearedCache) else cache
+        observed_BTNE = None
         if probe is not None and probe.wants("pattern"):
-            head_BTNE = self._with_pattern(q_BTNM, k_BTKM, v_BTKH, segments_BT, state, probe)
-        else:
-            state = None if state is None else _restarted(state, positions_BT, valid_BT)
-            form = linear_ops.recurrent if x_BTD.shape[1] == 1 else linear_ops.chunked
-            head_BTNE, state = form(q_BTNM, k_BTKM, v_BTKH, state, segments_BT=segments_BT)
+            observed_BTNE = self._with_pattern(q_BTNM, k_BTKM, v_BTKH, segments_BT, state, probe)
+        state = None if state is None else _restarted(state, positions_BT, valid_BT)
+        form = linear_ops.recurrent if x_BTD.shape[1] == 1 else linear_ops.chunked
+        head_BTNE, state = form(q_BTNM, k_BTKM, v_BTKH, state, segments_BT=segments_BT)
+        # Reading goes beside the form that runs, so that it changes no bit.
+        if observed_BTNE is not None and probe.replaces("pattern"):
+            head_BTNE = observed_BTNE
         if probe is not None:
             head_BTNE = probe("head", head_BTNE)
         y_BTD = project(head_BTNE.astype(x_BTD.dtype), self.w_o_NHD[...], num_in=2)

@@ -32,6 +32,10 @@ class Probe:
     prefix: str = ""
     offered: set[str] = dataclasses.field(default_factory=set)
 
+    def __post_init__(self):
+        if isinstance(self.read, str):
+            raise TypeError(f"read takes a collection of names, got the text {self.read!r}")
+
     def at(self, name: str) -> Probe:
         """The same probe, seen from the part of the model called ``name``."""
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}/")

@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
     def unembed(self, x_BTD: jax.Array) -> jax.Array:
         """Logits of normalised activations; float32 sums whatever the dtype of x."""
         head = self.w_embed_VD[...].T if self.w_head_DV is None else self.w_head_DV[...]
-        return project(x_BTD, head).astype(jnp.float32)
+        return project(x_BTD.astype(jnp.promote_types(jnp.float32, x_BTD.dtype)), head)
 
     def init_caches(self, batch: int, length: int, dtype=None) -> list:
         """An empty cache for every layer, for sequences of up to ``length`` positions."""

@@ -109,10 +109,12 @@ def _run(settings, folder, saved, state, resumed, reporter, events) -> None:
         saving = step % settings.checkpoint.every == 0 or step == steps
         if saving or step % settings.train.eval_every == 0:
             line.update(_evaluation(evaluate, state, settings))
+        _check_line(line)
+        # The line first: if it cannot be written, an older checkpoint takes the steps again.
+        write(line)
         if saving:
             accuracies = [line[f"{task.name}/accuracy"] for task in settings.evaluated]
             saved.save(step, state, {BEST_METRIC: sum(accuracies) / len(accuracies)})
-        write(line)
 
 
 def _next_stop(step: int, settings: Settings) -> int:
@@ -133,14 +135,26 @@ def _evaluation(evaluate, state: TrainState, settings: Settings) -> dict[str, fl
 
 
 def _check_finite(step: int, **histories: np.ndarray) -> None:
-    for name, history in histories.items():
-        bad = np.flatnonzero(~np.isfinite(history))
-        if bad.size:
-            raise Diverged(
-                f"{name} is {history[bad[0]]} at step {step + bad[0] + 1}; a lower "
-                "optimizer.learning_rate or optimizer.clip_norm may help. The last good "
-                "checkpoint is kept"
-            )
+    """Raises Diverged at the first step of an interval where a number is not finite."""
+    bad = {name: np.flatnonzero(~np.isfinite(history)) for name, history in histories.items()}
+    first = {name: indices[0] for name, indices in bad.items() if indices.size}
+    if first:
+        name = min(first, key=first.get)
+        raise _diverged(name, histories[name][first[name]], step + int(first[name]) + 1)
+
+
+def _check_line(line: Mapping[str, float]) -> None:
+    """Raises Diverged where an evaluation shows what no loss has shown yet."""
+    for name, value in line.items():
+        if not np.isfinite(value):
+            raise _diverged(name, value, line["step"])
+
+
+def _diverged(name: str, value: float, step: int) -> Diverged:
+    return Diverged(
+        f"{name} is {value} at step {step}; a lower optimizer.learning_rate or "
+        "optimizer.clip_norm may help. The last good checkpoint is kept"
+    )
 
 
 def _implementations(settings: Settings) -> dict[str, str]:

@@ -44,7 +44,8 @@ class RunFolder:
         if not self.path.is_dir():
             raise OptionError(f"--workdir={self.path} is a file; name a folder")
         if not self.config.exists():
-            if any(self.path.iterdir()):
+            # A first start on a full disk may leave half a file behind.
+            if any(path.name != _temporary(self.config).name for path in self.path.iterdir()):
                 raise OptionError(
                     f"--workdir={self.path} holds files but no config.json, so it is no run "
                     "folder; choose another --workdir"
@@ -73,9 +74,12 @@ class RunFolder:
         if not self.config.exists():
             raise OptionError(f"--workdir={self.path} has no config.json, so it is no run folder")
         try:
-            return json.loads(self.config.read_text())
-        except json.JSONDecodeError as error:
+            config = json.loads(self.config.read_text())
+        except ValueError as error:
             raise OptionError(f"{self.config} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise OptionError(f"{self.config} holds no options, so this is no run folder")
+        return config
 
     def begin(self, config: Mapping, environment: Mapping) -> None:
         """Makes the folder and writes what is known before the first step."""
@@ -132,6 +136,9 @@ def write_json(path: Path, tree: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file in one step."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    _temporary(path).write_text(text)
+    _temporary(path).replace(path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
