@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from attention import reference, tiled
 from attention.masks import Mask
-from attention.pallas import gpu
+from attention.pallas import gpu, tpu
 from attention.reference import Dropout
 
 
@@ -74,6 +74,7 @@ class Implementation:
 
 
 IMPLEMENTATIONS = {
+    "tpu": Implementation(tpu.run, tpu.cannot, tpu.unwise),
     "gpu": Implementation(gpu.run, gpu.cannot, gpu.unwise),
     "tiled": Implementation(tiled.run, tiled.cannot, tiled.unwise),
     "reference": Implementation(_reference, lambda call: None, lambda call: None),

@@ -31,7 +31,8 @@ class SmearedKeys(nnx.Module):
           valid_BT: false for padding, which is nobody's predecessor.
           last_BKH: the raw key before the first of these, from the cache.
         """
-        if last_BKH is None:
+        begins = last_BKH is None
+        if begins:
             last_BKH = jnp.zeros_like(k_BTKH[:, 0])
         latest_BT = jax.lax.cummax(
             jnp.where(valid_BT, jnp.arange(1, k_BTKH.shape[1] + 1), 0), axis=1
@@ -41,6 +42,10 @@ class SmearedKeys(nnx.Module):
         previous = jnp.take_along_axis(history, before_BT[:, :, None, None], axis=1)
         share = jax.nn.sigmoid(self.alpha_K[...])[None, None, :, None].astype(k_BTKH.dtype)
         smeared = share * k_BTKH + (1 - share) * previous
-        at_start = (positions_BT == 0)[:, :, None, None]
+        at_start = jnp.broadcast_to(positions_BT == 0, before_BT.shape)
+        if begins:
+            # Without a cache the first token has no predecessor wherever it stands.
+            at_start = at_start | (before_BT == 0)
+        at_start = at_start[:, :, None, None]
         last = jnp.take_along_axis(history, latest_BT[:, -1, None, None, None], axis=1)[:, 0]
         return jnp.where(at_start, k_BTKH, smeared), last

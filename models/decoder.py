@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
         Args:
           tokens_BT: token ids. Ids outside the vocabulary raise ValueError, or make their row NaN
             where the ids are being traced.
-          positions_BT: default 0 … T − 1; needed with caches.
+          positions_BT: default 0 … T − 1, counted anew in every document; needed with caches.
           segments_BT, probe, dropout_key: see the layer contract in ``attention``.
           caches: one a layer, from ``init_caches`` or an earlier call.
         """
@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             if caches is not None:
                 raise ValueError("with caches, positions_BT must say where the tokens stand")
-            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+            positions_BT = count_positions(tokens_BT.shape, common.get("segments_BT"))
         x_BTD, caches = run_blocks(
             self.blocks,
             self.embed(tokens_BT, positions_BT),
@@ -246,6 +246,15 @@ def run_blocks(
         if caches is not None:
             new_caches.append(cache)
     return x_BTD, new_caches
+
+
+def count_positions(shape: tuple[int, int], segments_BT: jax.Array | None) -> jax.Array:
+    """Positions (B, T) from 0, counted anew wherever the segment changes."""
+    index_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    if segments_BT is None:
+        return index_BT
+    starts_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
+    return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

@@ -16,6 +16,11 @@ from tests.oracles import assert_close
 # test_attend_calls.py, and a test is skipped only for a feature named here.
 MAY_REFUSE: dict[str, set[str]] = {
     "tiled": {"dropout", "indices"},
+    # Everything off a TPU; tests/test_pallas_tpu.py runs it in the interpreter.
+    "tpu": {
+        *("plain", "float16", "bfloat16", "float64", "sink"),
+        *("dropout", "indices", "segments", "E != H"),
+    },
     # Everything off a GPU; tests/test_pallas_gpu.py runs it in the interpreter.
     "gpu": {
         *("plain", "float16", "bfloat16", "float64", "sink"),

@@ -376,7 +376,7 @@ def test_rates_of_dropout(rate):
         ({"layers": (MultiHead(rope_width=3),)}, "rope_width must be even and .*, got 3"),
         ({"layers": (MultiHead(rope_width=0),)}, "rope_width must be even and .*, got 0"),
         ({"layers": (MultiHead(rope_width=6),)}, "at most the head width 4, got 6"),
-        ({"head_width": 3}, "rope_width must be even and at least 2, got 3"),
+        ({"head_width": 3}, "model.head_width must be even to be rotated whole, got 3"),
         ({"rope_base": 0.0}, "rope_base must be greater than 1, got 0.0"),
         ({"rope_layout": "whole"}, r"rope_layout must be one of .*, got 'whole'"),
         ({"implementation": "fast"}, r"implementation must be .*, got 'fast'"),

@@ -61,8 +61,6 @@ NO_MEMORY = "a decoder alone has no memory; test_encoder_decoder.py has one"
 CROSS = dict.fromkeys(
     ("causality_in_a_decoder", "packed_documents_in_a_decoder", "decoder_in_any_chunks"), NO_MEMORY
 ) | {
-    "second_prompt_in_a_used_cache": "a cache that is reset has lost its memory",
-    "pattern_rows_sum_to_one": "the memory has other padding than the queries",
     "padding_has_no_weight": "the memory has other padding than the queries",
 }
 
