@@ -302,11 +302,10 @@ class MultiHeadLatentAttention(nnx.Module):
 
 
 def _predecessors(cache: LatentCache) -> jax.Array:
-    """The latent before that of each slot (B, S, R); position 0 is its own predecessor.
+    """The latent before that of each slot (B, S, R); one without a predecessor is its own.
 
-    A causal mask keeps all positions, so the slot of a position is the position itself. An empty
-    slot is a predecessor of 0, as for the first key of a sequence that does not start at 0.
+    A causal mask keeps all positions, so the slot of a position is the position itself.
     """
-    held_BS1 = (cache.position_BS >= 0)[..., None]
-    latent_BSR = jnp.where(held_BS1, cache.latent_BSR, 0)
-    return jnp.concatenate([latent_BSR[:, :1], latent_BSR[:, :-1]], axis=1)
+    held_BS = (cache.position_BS >= 0)[:, :-1]
+    before_BSR = jnp.where(held_BS[..., None], cache.latent_BSR[:, :-1], cache.latent_BSR[:, 1:])
+    return jnp.concatenate([cache.latent_BSR[:, :1], before_BSR], axis=1)

@@ -3,7 +3,8 @@
     python train.py --config=configs/full.py
 
 About 2 minutes of training on 2 cores. Expect
-copy accuracy 0.980, induction accuracy 0.957 on the masked answers (seed 0).
+copy accuracy 0.980, induction accuracy 0.957 on the masked answers (seed 0);
+0.924 and 0.868 with seed 1.
 
 The first layer sees the nearest neighbours alone. Without it, two layers that see everything have
 reached 0.56 and 0.33 after 2,500 steps: a masked token has to find its neighbour before it can
