@@ -50,10 +50,10 @@ def _dot(a, b, a_axis: int, b_axis: int, dtype):
 
 
 def _dtypes(q, k, v):
-    """Of the operands of products and of sums. Only bfloat16 products beat float32 on a CPU."""
-    common = jnp.result_type(q, k, v)
-    wide = jnp.promote_types(jnp.float32, common)
-    return (common if common == jnp.bfloat16 else wide), wide
+    """Of the operands of products and of sums: float32, or wider where an argument is."""
+    # Some shapes of XLA's bfloat16 product with float32 sums are not implemented on the CPU.
+    wide = jnp.result_type(q, k, v, jnp.float32)
+    return wide, wide
 
 
 def _inputs(plan: Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
