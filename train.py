@@ -7,7 +7,7 @@ from analysis import plots
 from training import command, loop
 from training.checkpoint import CheckpointError
 from training.run_folder import RunFolder
-from training.settings import settings
+from training.settings import OptionError, settings
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, such as configs/gqa.py; --config.NAME=VALUE overrides an option."
@@ -17,11 +17,15 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Run folder; default runs/<name o
 
 def main() -> None:
     name, config = command.load_config(CONFIG)
+    if WORKDIR.value == "":
+        raise OptionError("--workdir is empty; name a folder, or leave it out for runs/<config>")
     folder = RunFolder(f"runs/{name}" if WORKDIR.value is None else WORKDIR.value)
     options = settings(config)
     lines = loop.train(config, options, folder)
     if lines is None:
         print(f"{folder.path} is finished ({options.train.steps} steps); there is nothing to do")
+        if not folder.curves.exists():
+            plots.draw_curves(folder.read_metrics(), options.evaluated, folder.curves)
         return
     plots.draw_curves(lines, options.evaluated, folder.curves)
     loop.summary(lines, options, folder)

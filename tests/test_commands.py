@@ -175,6 +175,10 @@ def test_a_foreign_folder_is_refused_and_untouched(command, tmp_path):
         ("--config.model.num_head=3", ("--config.model.num_head", "num_heads")),
         ("--config.train.steps=many", ("--config.train.steps=many", "whole number")),
         ("--config.attention.mqa.bias=True", ("attention.mqa.bias", "would do nothing", "gqa")),
+        ("--config.steps=3", ("--config.steps is not an option",)),
+        ("--config.train.steps.x=3", ("--config.train.steps.x is not an option",)),
+        ("--workdir=", ("--workdir is empty",)),
+        ("--config.train.log_every=3000000000", ("train.log_every", "at most", "3000000000")),
         ("--config=configs/nosuch.py", ("configs/nosuch.py", "no such file")),
     ],
 )
@@ -199,7 +203,8 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(command, tmp_path):
 
 def test_an_evaluation_agrees_with_itself_and_saves(undisturbed, command):
     folder, _ = undisturbed
-    argv = ("eval.py", f"--workdir={folder}", "--sequences=8", "--attention=0")
+    argv = ("eval.py", f"--workdir={folder}", "--sequences=8", "--attention=0",
+            "--checkpoint=last")  # fmt: skip
     code, _, err = ended(command(*argv))
     assert (code, err) == (0, ""), err
     saved = json.loads((folder / "eval.json").read_text())

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.test_optimizer import AdamWByHand
 from training import loop, step
 from training.checkpoint import CheckpointError, Checkpoints
+from training.restore import restore
 from training.run_folder import RunFolder
 from training.settings import OptionError, settings
 
@@ -179,6 +180,25 @@ def test_what_is_saved_is_the_state_of_its_step(once):
     assert sorted(states) == saved_steps(folder) == [5, 10]
     assert bits(saved_state(folder, 5)) == states[5] != states[10]
     assert bits(saved_state(folder, 10)) == states[10]
+
+
+def test_the_last_the_best_or_any_checkpoint_can_be_read_back(once):
+    """What eval.py does with --checkpoint."""
+    folder, lines, _ = once
+    score = {
+        line["step"]: line["copy/accuracy"] + line["induction/accuracy"]
+        for line in lines
+        if line["step"] in (5, 10)
+    }
+    best = max(score, key=lambda at: (score[at], at))
+    for name, at in (("last", 10), ("best", best), ("5", 5), ("10", 10)):
+        found = restore(RunFolder(folder), name)
+        assert found.step == at
+        for path, value in saved_state(folder, at).params.items():
+            assert np.array_equal(found.params[path], value)
+    for name in ("7", "newest"):
+        with pytest.raises(OptionError, match=rf"--checkpoint .*\[5, 10\].*{name}"):
+            restore(RunFolder(folder), name)
 
 
 def test_a_donated_state_is_gone_and_says_so():

@@ -24,7 +24,10 @@ from training.manifest import CheckpointError, DamagedError
 from training.quiet_orbax import quiet_orbax
 from training.state import TrainState
 
-__all__ = ["CheckpointError", "Checkpoints"]
+__all__ = ["BEST_METRIC", "CheckpointError", "Checkpoints"]
+
+# What the loop tracks: the mean accuracy of the evaluated tasks.
+BEST_METRIC = "accuracy"
 
 _STEP_NAME = re.compile(r"0|[1-9][0-9]*")
 

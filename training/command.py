@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from training.resolve import resolve
 from training.settings import OptionError
@@ -31,8 +32,11 @@ def run(main: Callable[[], None], failures: tuple[type[Exception], ...] = ()) ->
             main()
         except OptionError as error:
             _exit(2, str(error))
-        except (*failures, OSError) as error:
+        except failures as error:
             _exit(1, str(error))
+        except OSError as error:
+            where = "" if error.filename is None else f" {error.filename}"
+            _exit(1, f"cannot read or write{where}: {error.strerror or error}")
         except KeyboardInterrupt:
             _exit(130, "interrupted; the same command goes on from the last checkpoint")
 
@@ -46,18 +50,38 @@ def _parse(argv: list[str]) -> list[str]:
         _exit(2, _plain(str(error)))
     except OSError:
         # With overrides the config file is read while the flags are.
-        paths = [a.partition("=")[2] for a in argv if a.startswith(("--config=", "-config="))]
-        missing = [path for path in paths if not Path(path).is_file()]
-        if not missing:
+        path = _config_path(argv)
+        if path is None or path.is_file():
             raise
-        _exit(2, f"--config={missing[0]}: there is no such file; see configs/")
+        _exit(2, f"--config={path}: there is no such file; see configs/")
     except (AttributeError, KeyError) as error:
         # How ml_collections says that the config has no such option, sometimes with a hint.
-        key, _, hint = (
-            str(error).strip("\"'").replace("\\n", "\n").replace("\\'", "'").partition("\n")
-        )
-        option = next((a for a in argv if key.strip("'") in a.partition("=")[0].split(".")), key)
-        _exit(2, f"{option.partition('=')[0]} is not an option of this config. {hint}")
+        option = _unknown_option(argv)
+        if option is None:
+            raise
+        said = str(error).strip("\"'").replace("\\n", "\n").replace("\\'", "'")
+        hint = said.partition("\n")[2]
+        _exit(2, f"{option} is not an option of this config. {hint}")
+
+
+def _config_path(argv: list[str]) -> Path | None:
+    paths = [a.partition("=")[2] for a in argv if a.startswith(("--config=", "-config="))]
+    return Path(paths[-1]) if paths else None
+
+
+def _unknown_option(argv: list[str]) -> str | None:
+    """The first override that names nothing in the config."""
+    path = _config_path(argv)
+    if path is None:
+        return None
+    config = runpy.run_path(str(path))["get_config"]()
+    for option in (a.partition("=")[0] for a in argv if a.startswith("--config.")):
+        holder = config
+        for part in option.split(".")[1:]:
+            if not isinstance(holder, ConfigDict) or part not in holder:
+                return option
+            holder = holder[part]
+    return None
 
 
 def _plain(message: str) -> str:

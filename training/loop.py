@@ -11,14 +11,12 @@ from tensorboardX import SummaryWriter
 
 from models.pure import merge
 from training import environment, optimizer
-from training.checkpoint import Checkpoints
+from training.checkpoint import BEST_METRIC, Checkpoints
 from training.progress import Reporter, table
 from training.run_folder import RunFolder
 from training.settings import OptionError, Settings
 from training.state import TrainState
 from training.step import graph_of, init_state, make_evaluation, make_interval
-
-BEST_METRIC = "accuracy"
 
 
 class Diverged(RuntimeError):
@@ -79,6 +77,8 @@ def _run(settings, folder, saved, state, resumed, reporter, events) -> None:
         for name, value in line.items():
             if name != "step":
                 events.add_scalar(name, value, line["step"])
+        # A kill must not cost more of the event file than of metrics.jsonl.
+        events.flush()
         reporter.update(step, latest)
 
     if not resumed:

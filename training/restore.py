@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from models.pure import merge
-from training.checkpoint import Checkpoints
+from training.checkpoint import BEST_METRIC, Checkpoints
 from training.run_folder import RunFolder
 from training.settings import OptionError, Settings, settings
 from training.step import graph_of, init_state
@@ -32,17 +32,19 @@ def restore(folder: RunFolder, checkpoint: str = "last") -> Restored:
       CheckpointError: the checkpoint cannot be read.
     """
     options = settings(folder.read_config())
-    with Checkpoints(folder.checkpoints, keep=1, best_metric=None) as saved:
+    with Checkpoints(folder.checkpoints, keep=1, best_metric=BEST_METRIC) as saved:
         steps = saved.steps()
         if not steps:
             raise OptionError(f"--workdir={folder.path} has no checkpoint yet; train it first")
         named = {"last": steps[-1], "best": saved.best_step()}
+        if checkpoint == "best" and named["best"] is None:
+            raise OptionError(f"--checkpoint=best: no checkpoint in {folder.path} was evaluated")
         if checkpoint not in named and checkpoint not in map(str, steps):
             raise OptionError(
                 f"--checkpoint must be 'last', 'best' or one of the steps {steps}, "
                 f"got {checkpoint!r}"
             )
-        step = named.get(checkpoint) or int(checkpoint)
+        step = named[checkpoint] if checkpoint in named else int(checkpoint)
         state = saved.restore(jax.eval_shape(lambda: init_state(options)), step)
     model = merge(graph_of(options), state.params)
     return Restored(options, step, state.params, model)

@@ -87,8 +87,11 @@ class RunFolder:
         write_json(self.config, jsonable(config))
         earlier = []
         if self.environment.exists():
-            last = json.loads(self.environment.read_text())
-            earlier = [*last.pop("earlier_sessions", []), last]
+            try:
+                last = json.loads(self.environment.read_text())
+                earlier = [*last.pop("earlier_sessions", []), last]
+            except ValueError:
+                earlier = [{"unreadable": self.environment.read_text(errors="replace")}]
         write_json(self.environment, {**environment, "earlier_sessions": earlier})
 
     def read_metrics(self) -> list[dict[str, Any]]:

@@ -33,8 +33,10 @@ class TrainOptions:
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "batch_size", "log_every", "eval_every")
-        if self.steps > _MOST_STEPS:
-            raise ValueError(f"train.steps must be at most {_MOST_STEPS}, got {self.steps}")
+        for name in ("steps", "log_every", "eval_every"):
+            value = getattr(self, name)
+            if value > _MOST_STEPS:
+                raise ValueError(f"train.{name} must be at most {_MOST_STEPS}, got {value}")
         if self.loss_on not in LOSS_ON:
             raise ValueError(f"train.loss_on must be one of {list(LOSS_ON)}, got {self.loss_on!r}")
 
