@@ -14,7 +14,8 @@ array ends in its shape, as in ``q_BTNH``:
 
 One call serves training, prefill in any chunking, and decoding token by token:
 
-- ``positions_BT`` are int32 positions, ascending within a row (or a document).
+- ``positions_BT`` are int32 positions, ascending within a row (or a document). Without segments
+  and cache they are consecutive, and a mask counts from the first token given.
 - ``segments_BT`` number the documents packed in a row, 0 is padding; with a cache there is one
   document a row, and they tell padding (0) from tokens (1).
 - ``cache`` is None, or comes from ``layer.init_cache(batch, length, dtype)`` or an earlier call.

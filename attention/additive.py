@@ -12,7 +12,7 @@ from flax import nnx
 
 from attention import masks, ops
 from attention.cache import KVCache, Slots, SmearedCache
-from attention.context import Context, matrix, project, silence
+from attention.context import Context, documents, matrix, project, silence
 from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.masks import Mask
 from attention.memory import Memory
@@ -106,14 +106,15 @@ class AdditiveAttention(nnx.Module):
         """See the layer contract in ``attention``."""
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
+        documents_BT = documents(x_BTD, segments_BT)
+        valid_BT = documents_BT != 0
         x_BTD = silence(x_BTD, segments_BT)
         q_BTNH, k_BSKH, v_BSKE = (
             project(x_BTD, w[...]) for w in (self.w_q_DNH, self.w_k_DKH, self.w_v_DKH)
         )
         last_key_BKH = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
         if self.smear is not None:
-            k_BSKH, last_key_BKH = self.smear(k_BSKH, positions_BT, valid_BT, last_key_BKH)
+            k_BSKH, last_key_BKH = self.smear(k_BSKH, positions_BT, documents_BT, last_key_BKH)
         if cache is None:
             allowed_BTS = self._allowed(positions_BT, segments_BT)
         else:
@@ -198,8 +199,8 @@ class AdditiveAttention(nnx.Module):
     def _allowed(self, positions_BT, segments_BT) -> jax.Array:
         """Which pairs of the sequence itself may meet, (B or 1, T, T)."""
         index = jnp.arange(positions_BT.shape[1])
-        if segments_BT is not None and not self.mask.relative():
-            # Such a mask counts from the start of each document.
+        if segments_BT is not None and not self.mask.ordinal():
+            # Such a mask counts the positions of each document, without the padding between.
             index = positions_BT
         return allowed_pairs(self.mask, index, index, segments_BT, segments_BT)
 

@@ -50,6 +50,11 @@ def silence(x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     return x_BTD if segments_BT is None else jnp.where(segments_BT[..., None] != 0, x_BTD, 0)
 
 
+def documents(x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+    """The segments, or one document where none are given."""
+    return jnp.ones(x_BTD.shape[:2], jnp.int32) if segments_BT is None else segments_BT
+
+
 def project(x_BTD: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
     """x · w over the last ``num_in`` axes of x and the first ones of w, in the dtype of x.
 

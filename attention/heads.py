@@ -8,7 +8,7 @@ from flax import nnx
 
 from attention import ops
 from attention.cache import KVCache, Slots, SmearedCache
-from attention.context import Context, matrix, project, silence
+from attention.context import Context, documents, matrix, project, silence
 from attention.masks import Mask
 from attention.memory import Memory, MemoryCache
 from attention.norm import RMSNorm
@@ -125,13 +125,14 @@ class Heads(nnx.Module):
         """Keys and values of the layer's own sequence, where they stand, and the cache."""
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
+        documents_BT = documents(x_BTD, segments_BT)
+        valid_BT = documents_BT != 0
         last_BKH = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
-        k_BTKH, v_BTKH, last_BKH = self._keys_values(x_BTD, positions_BT, valid_BT, last_BKH)
+        k_BTKH, v_BTKH, last_BKH = self._keys_values(x_BTD, positions_BT, documents_BT, last_BKH)
         if cache is None:
             where = {"k_segments": segments_BT}
-            if segments_BT is not None and not self.mask.relative():
-                # Such a mask counts from the start of each document.
+            if segments_BT is not None and not self.mask.ordinal():
+                # Such a mask counts the positions of each document, without the padding between.
                 where |= {"q_index": positions_BT, "k_index": positions_BT}
             return k_BTKH, v_BTKH, where, None
         inner = cache.inner if self.smear is not None else cache
@@ -148,7 +149,7 @@ class Heads(nnx.Module):
             k_BSKH, v_BSKH, _ = self._keys_values(
                 silence(memory.x_BSD, memory.segments_BS),
                 memory.positions_BS,
-                memory.segments_BS != 0,
+                memory.segments_BS,
                 None,
             )
             held = MemoryCache(k_BSKH, v_BSKH, memory.positions_BS, memory.segments_BS)
@@ -159,12 +160,12 @@ class Heads(nnx.Module):
         where["k_index"] = jnp.where(held.segments_BS != 0, held.positions_BS, -1)
         return held.k_BSKH, held.v_BSKE, where, cache
 
-    def _keys_values(self, x_BSD, positions_BS, valid_BS, last_BKH):
+    def _keys_values(self, x_BSD, positions_BS, segments_BS, last_BKH):
         """Keys, smeared, normalised and rotated as the options say; values; the last raw key."""
         k_BSKH = self._project(x_BSD, self.w_k_DKH, "k_KH")
         v_BSKH = self._project(x_BSD, self.w_v_DKH, "v_KH")
         if self.smear is not None:
-            k_BSKH, last_BKH = self.smear(k_BSKH, positions_BS, valid_BS, last_BKH)
+            k_BSKH, last_BKH = self.smear(k_BSKH, positions_BS, segments_BS, last_BKH)
         if self.k_norm is not None:
             k_BSKH = self.k_norm(k_BSKH)
         if self.rope is not None:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from attention import ops
 from attention.cache import LatentCache, Slots, SmearedCache
-from attention.context import Context, matrix, project, silence
+from attention.context import Context, documents, matrix, project, silence
 from attention.layer_cost import LayerCost, itemsize, softmax_pairs
 from attention.masks import Causal, Mask
 from attention.memory import Memory
@@ -126,19 +126,20 @@ class MultiHeadLatentAttention(nnx.Module):
         """See the layer contract in ``attention``."""
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
+        documents_BT = documents(x_BTD, segments_BT)
+        valid_BT = documents_BT != 0
         x_BTD = silence(x_BTD, segments_BT)
         q_BTNH, q_rope_BTNP = self._queries(x_BTD, positions_BT)
         latent_BTR = self.latent_norm(project(x_BTD, self.w_dkv_DR[...]))
         last_key_B1P = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
-        rope_key_BTP, last_key_B1P = self._rope_key(x_BTD, positions_BT, valid_BT, last_key_B1P)
+        rope_key_BTP, last_key_B1P = self._rope_key(x_BTD, positions_BT, documents_BT, last_key_B1P)
         attend = functools.partial(
             self._attend, probe, q_segments=segments_BT, dropout=self._dropout(dropout_key)
         )
         if cache is None:
             k_BTNH = project(latent_BTR, self.w_uk_RNH[...])
             if self.smear is not None:
-                k_BTNH, _ = self.smear(k_BTNH, positions_BT, valid_BT)
+                k_BTNH, _ = self.smear(k_BTNH, positions_BT, documents_BT)
             attend = functools.partial(attend, k_segments=segments_BT)
             head_BTNE = self._naive(attend, q_BTNH, q_rope_BTNP, k_BTNH, latent_BTR, rope_key_BTP)
         else:
@@ -242,14 +243,16 @@ class MultiHeadLatentAttention(nnx.Module):
         return q_BTNH, self.rope(project(u_BTR, self.w_qr_RNP[...]), positions_BT)
 
     def _rope_key(
-        self, x_BTD, positions_BT, valid_BT, last_key_B1P
+        self, x_BTD, positions_BT, documents_BT, last_key_B1P
     ) -> tuple[jax.Array, jax.Array | None]:
         """The rotated key that all heads share, and the last raw one where keys are smeared."""
         if self.rope is None:
             return x_BTD[..., :0], None
         key_BT1P = project(x_BTD, self.w_kr_DP[...])[:, :, None]
         if self.rope_smear is not None:
-            key_BT1P, last_key_B1P = self.rope_smear(key_BT1P, positions_BT, valid_BT, last_key_B1P)
+            key_BT1P, last_key_B1P = self.rope_smear(
+                key_BT1P, positions_BT, documents_BT, last_key_B1P
+            )
         return self.rope(key_BT1P, positions_BT)[:, :, 0], last_key_B1P
 
     def _naive(

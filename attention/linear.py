@@ -10,7 +10,7 @@ from flax import nnx
 
 from attention import linear_ops
 from attention.cache import SmearedCache
-from attention.context import Context, matrix, project, silence
+from attention.context import Context, documents, matrix, project, silence
 from attention.feature_maps import feature_map, feature_width
 from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.linear_ops import LinearState
@@ -91,7 +91,8 @@ class LinearAttention(nnx.Module):
         del dropout_key
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
-        valid_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT != 0
+        documents_BT = documents(x_BTD, segments_BT)
+        valid_BT = documents_BT != 0
         x_BTD = silence(x_BTD, segments_BT)
         phi = feature_map(self.options.feature_map)
         q_BTNH = project(x_BTD, self.w_q_DNH[...])
@@ -100,7 +101,7 @@ class LinearAttention(nnx.Module):
         last_BKH = None
         if self.smear is not None:
             last_BKH = None if cache is None else cache.last_key_BKH
-            k_BTKH, last_BKH = self.smear(k_BTKH, positions_BT, valid_BT, last_BKH)
+            k_BTKH, last_BKH = self.smear(k_BTKH, positions_BT, documents_BT, last_BKH)
         if self.rope is not None:
             q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
         q_BTNM, k_BTKM = phi(q_BTNH), phi(k_BTKH)

@@ -20,7 +20,7 @@ class SmearedKeys(nnx.Module):
         self,
         k_BTKH: jax.Array,
         positions_BT: jax.Array,
-        valid_BT: jax.Array,
+        segments_BT: jax.Array,
         last_BKH: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """The smeared keys, and the last valid raw key of each row.
@@ -28,21 +28,23 @@ class SmearedKeys(nnx.Module):
         Args:
           k_BTKH: raw keys.
           positions_BT: their positions.
-          valid_BT: false for padding, which is nobody's predecessor.
+          segments_BT: documents, which do not meet; 0 for padding, which is nobody's predecessor.
           last_BKH: the raw key before the first of these, from the cache.
         """
         begins = last_BKH is None
         if begins:
             last_BKH = jnp.zeros_like(k_BTKH[:, 0])
         latest_BT = jax.lax.cummax(
-            jnp.where(valid_BT, jnp.arange(1, k_BTKH.shape[1] + 1), 0), axis=1
+            jnp.where(segments_BT != 0, jnp.arange(1, k_BTKH.shape[1] + 1), 0), axis=1
         )
         history = jnp.concatenate([last_BKH[:, None].astype(k_BTKH.dtype), k_BTKH], axis=1)
         before_BT = jnp.pad(latest_BT[:, :-1], ((0, 0), (1, 0)))
         previous = jnp.take_along_axis(history, before_BT[:, :, None, None], axis=1)
         share = jax.nn.sigmoid(self.alpha_K[...])[None, None, :, None].astype(k_BTKH.dtype)
         smeared = share * k_BTKH + (1 - share) * previous
-        at_start = jnp.broadcast_to(positions_BT == 0, before_BT.shape)
+        before_document_BT = jnp.take_along_axis(segments_BT, jnp.maximum(before_BT - 1, 0), axis=1)
+        at_start = (before_BT > 0) & (before_document_BT != segments_BT)
+        at_start = at_start | jnp.broadcast_to(positions_BT == 0, before_BT.shape)
         if begins:
             # Without a cache the first token has no predecessor wherever it stands.
             at_start = at_start | (before_BT == 0)

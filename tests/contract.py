@@ -93,7 +93,7 @@ def causality_through_the_cache(variant):
     """The same in a prompt that is prefilled at once, and in a chunk after it."""
     s, x = subject(variant), random(B, T, D)
     for sizes, place in (([T], SPLIT), ([3], 8)):
-        other = np.concatenate([x[:, :place], np.full((B, T - place, D), np.nan, "f")], axis=1)
+        other = np.concatenate([x[:, :place], random(B, T - place, D)], axis=1)
         before, after = (s.chunks(a, sizes, s.layer.init_cache(B, T))[0] for a in (x, other))
         same_bits(before[:, :place], after[:, :place])
 

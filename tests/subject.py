@@ -35,7 +35,8 @@ class Variant:
       slots: length → positions for which a row of the cache keeps ``cache_bytes_per_token``.
       constant_bytes: what a row of a float32 cache holds besides, whatever the length.
       constant_is_narrow: whether these bytes follow the dtype of the cache.
-      arguments: batch → further arguments of the layer, such as ``memory``.
+      arguments: batch → further arguments of the layer, such as ``memory``; float32 arrays in
+        them take the dtype of the activations.
       exempt: name of a check → why it does not apply.
     """
 
@@ -95,6 +96,9 @@ class Subject:
 
     def call(self, params, x, positions, segments, cache, arguments, **options):
         layer = merge(self.graph, params)
+        arguments = jax.tree.map(
+            lambda a: jnp.asarray(a, x.dtype if a.dtype == jnp.float32 else a.dtype), arguments
+        )
         return layer(x, positions, segments_BT=segments, cache=cache, **arguments, **options)
 
     def plain(self, x, row=0, call=None, **options):

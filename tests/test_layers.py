@@ -61,6 +61,7 @@ NO_MEMORY = "a decoder alone has no memory; test_encoder_decoder.py has one"
 CROSS = dict.fromkeys(
     ("causality_in_a_decoder", "packed_documents_in_a_decoder", "decoder_in_any_chunks"), NO_MEMORY
 ) | {
+    "past_the_end_of_the_cache": "its length is that of the memory; the sequence has no end",
     "padding_has_no_weight": "the memory has other padding than the queries",
 }
 
@@ -87,7 +88,7 @@ VARIANTS = [
             slots=lambda n: n if n <= 2 else 4),
     Variant("masked", MultiHeadMasked(
         num_kv_heads=2, mask_expression="Causal() & (Window(2) | First(1)) & Window(5)",
-    ), slots=lambda n: min(n, 5)),
+    ), slots=lambda n: n if n <= 2 else 3),
     Variant("full", MultiHeadFull(num_kv_heads=2), exempt=FULL),
     Variant("longformer encoder", MultiHeadLongformerEncoder(
         num_kv_heads=2, window=2, num_global=1

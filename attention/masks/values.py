@@ -86,8 +86,8 @@ class Mask:
         """
         raise NotImplementedError
 
-    def relative(self) -> bool:
-        """Whether only the distance i − j matters: shifting all positions changes nothing."""
+    def ordinal(self) -> bool:
+        """Whether only the order of positions matters, not where or how far apart they are."""
         raise NotImplementedError
 
     def count(self, num_queries: int, num_keys: int | None = None) -> int:
@@ -166,7 +166,7 @@ class Full(Mask):
     def retention(self):
         return Retention((), None)
 
-    def relative(self):
+    def ordinal(self):
         return True
 
     def causal_from(self):
@@ -190,7 +190,7 @@ class Causal(Mask):
     def retention(self):
         return Retention((), None)
 
-    def relative(self):
+    def ordinal(self):
         return True
 
     def causal_from(self):
@@ -240,8 +240,8 @@ class Window(Mask):
     def retention(self):
         return Retention((), self.window)
 
-    def relative(self):
-        return True
+    def ordinal(self):
+        return False
 
     def causal_from(self):
         return 0 if self.ahead == 0 else None
@@ -270,7 +270,7 @@ class First(Mask):
     def retention(self):
         return Retention(tuple(range(self.n)), 0)
 
-    def relative(self):
+    def ordinal(self):
         return False
 
     def causal_from(self):
@@ -299,7 +299,7 @@ class Prefix(Mask):
     def retention(self):
         return Retention((), self.n)
 
-    def relative(self):
+    def ordinal(self):
         return False
 
     def causal_from(self):
@@ -380,7 +380,7 @@ class Global(Mask):
         first_other = next(i for i in range(len(pinned) + 1) if i not in pinned)
         return Retention(self.positions, max(self.positions[-1] - first_other + 1, 0))
 
-    def relative(self):
+    def ordinal(self):
         return False
 
     def causal_from(self):
@@ -414,8 +414,8 @@ class And(Mask):
     def retention(self):
         return self.a.retention() & self.b.retention()
 
-    def relative(self):
-        return self.a.relative() and self.b.relative()
+    def ordinal(self):
+        return self.a.ordinal() and self.b.ordinal()
 
     def causal_from(self):
         known = [p for p in (self.a.causal_from(), self.b.causal_from()) if p is not None]
@@ -445,8 +445,8 @@ class Or(Mask):
     def retention(self):
         return self.a.retention() | self.b.retention()
 
-    def relative(self):
-        return self.a.relative() and self.b.relative()
+    def ordinal(self):
+        return self.a.ordinal() and self.b.ordinal()
 
     def causal_from(self):
         a, b = self.a.causal_from(), self.b.causal_from()
@@ -474,8 +474,8 @@ class Not(Mask):
     def retention(self):
         return Retention((), None)
 
-    def relative(self):
-        return self.a.relative()
+    def ordinal(self):
+        return self.a.ordinal()
 
     def causal_from(self):
         return None
