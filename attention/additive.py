@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attention import masks, ops
-from attention.cache import KVCache, Slots, SmearedCache
+from attention.cache import KVCache, LastKey, Slots, SmearedCache
 from attention.context import Context, documents, matrix, project, silence
 from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.masks import Mask
@@ -112,9 +112,9 @@ class AdditiveAttention(nnx.Module):
         q_BTNH, k_BSKH, v_BSKE = (
             project(x_BTD, w[...]) for w in (self.w_q_DNH, self.w_k_DKH, self.w_v_DKH)
         )
-        last_key_BKH = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
+        last = cache.last if isinstance(cache, SmearedCache) else None
         if self.smear is not None:
-            k_BSKH, last_key_BKH = self.smear(k_BSKH, positions_BT, documents_BT, last_key_BKH)
+            k_BSKH, last = self.smear(k_BSKH, positions_BT, documents_BT, last)
         if cache is None:
             allowed_BTS = self._allowed(positions_BT, segments_BT)
         else:
@@ -122,7 +122,7 @@ class AdditiveAttention(nnx.Module):
             entries, seen, index_BS = entries.append(
                 positions_BT, valid_BT, k_BSKH=k_BSKH, v_BSKE=v_BSKE
             )
-            cache = entries if self.smear is None else SmearedCache(entries, last_key_BKH)
+            cache = entries if self.smear is None else SmearedCache(entries, last)
             k_BSKH, v_BSKE = seen["k_BSKH"], seen["v_BSKE"]
             allowed_BTS = allowed_pairs(self.mask, positions_BT, index_BS, segments_BT)
         wants_pattern = probe is not None and probe.wants("pattern")
@@ -147,7 +147,7 @@ class AdditiveAttention(nnx.Module):
         cache = KVCache.create(batch, slots, dtype, k_BSKH=(K, H), v_BSKE=(K, H))
         if self.smear is None:
             return cache
-        return SmearedCache(cache, jnp.zeros((batch, K, H), dtype))
+        return SmearedCache(cache, LastKey.none((batch, K, H), dtype))
 
     def cache_bytes_per_token(self) -> int:
         """2 · K · H numbers for each position that the cache keeps, in the layer's dtype."""

@@ -202,11 +202,30 @@ class LatentCache(SlotCache):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LastKey:
+    """The raw key of the last token, which the next one is mixed with.
+
+    Attributes:
+      key_BKH: the key.
+      position_B: where it stands, −1 where there is none.
+    """
+
+    key_BKH: jax.Array
+    position_B: jax.Array
+
+    @classmethod
+    def none(cls, shape_BKH: tuple[int, ...], dtype) -> LastKey:
+        """No token yet."""
+        return cls(jnp.zeros(shape_BKH, dtype), jnp.full(shape_BKH[0], -1, jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SmearedCache:
-    """A cache of smeared keys, and the last raw key, which the next one is mixed with."""
+    """A cache of smeared keys, and the last raw key."""
 
     inner: KVCache
-    last_key_BKH: jax.Array
+    last: LastKey
 
     @property
     def limit(self) -> int | None:
@@ -216,8 +235,10 @@ class SmearedCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored entries and of the last raw key."""
-        return self.inner.nbytes + self.last_key_BKH.nbytes
+        return self.inner.nbytes + self.last.key_BKH.nbytes
 
     def reset(self) -> SmearedCache:
-        """The same cache, empty; position 0 has no predecessor, so the key may stay."""
-        return dataclasses.replace(self, inner=self.inner.reset())
+        """The same cache, empty."""
+        nothing = jnp.full_like(self.last.position_B, -1)
+        last = dataclasses.replace(self.last, position_B=nothing)
+        return SmearedCache(self.inner.reset(), last)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attention import ops
-from attention.cache import KVCache, Slots, SmearedCache
+from attention.cache import KVCache, LastKey, Slots, SmearedCache
 from attention.context import Context, documents, matrix, project, silence
 from attention.masks import Mask
 from attention.memory import Memory, MemoryCache
@@ -88,7 +88,7 @@ class Heads(nnx.Module):
         cache = KVCache.create(batch, slots, dtype, k_BSKH=(K, H), v_BSKE=(K, H))
         if self.smear is None:
             return cache
-        return SmearedCache(cache, jnp.zeros((batch, K, H), dtype))
+        return SmearedCache(cache, LastKey.none((batch, K, H), dtype))
 
     def cache_bytes_per_token(self) -> int:
         """2 · K · H numbers for each position that the cache keeps, in the layer's dtype."""
@@ -127,8 +127,8 @@ class Heads(nnx.Module):
             raise ValueError("this layer attends to its own sequence; it takes no memory")
         documents_BT = documents(x_BTD, segments_BT)
         valid_BT = documents_BT != 0
-        last_BKH = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
-        k_BTKH, v_BTKH, last_BKH = self._keys_values(x_BTD, positions_BT, documents_BT, last_BKH)
+        last = cache.last if isinstance(cache, SmearedCache) else None
+        k_BTKH, v_BTKH, last = self._keys_values(x_BTD, positions_BT, documents_BT, last)
         if cache is None:
             where = {"k_segments": segments_BT}
             if segments_BT is not None and not self.mask.ordinal():
@@ -137,7 +137,7 @@ class Heads(nnx.Module):
             return k_BTKH, v_BTKH, where, None
         inner = cache.inner if self.smear is not None else cache
         inner, seen, index_BS = inner.append(positions_BT, valid_BT, k_BSKH=k_BTKH, v_BSKE=v_BTKH)
-        cache = inner if self.smear is None else SmearedCache(inner, last_BKH)
+        cache = inner if self.smear is None else SmearedCache(inner, last)
         where = {"q_index": positions_BT, "k_index": index_BS}
         return seen["k_BSKH"], seen["v_BSKE"], where, cache
 
@@ -160,17 +160,17 @@ class Heads(nnx.Module):
         where["k_index"] = jnp.where(held.segments_BS != 0, held.positions_BS, -1)
         return held.k_BSKH, held.v_BSKE, where, cache
 
-    def _keys_values(self, x_BSD, positions_BS, segments_BS, last_BKH):
+    def _keys_values(self, x_BSD, positions_BS, segments_BS, last):
         """Keys, smeared, normalised and rotated as the options say; values; the last raw key."""
         k_BSKH = self._project(x_BSD, self.w_k_DKH, "k_KH")
         v_BSKH = self._project(x_BSD, self.w_v_DKH, "v_KH")
         if self.smear is not None:
-            k_BSKH, last_BKH = self.smear(k_BSKH, positions_BS, segments_BS, last_BKH)
+            k_BSKH, last = self.smear(k_BSKH, positions_BS, segments_BS, last)
         if self.k_norm is not None:
             k_BSKH = self.k_norm(k_BSKH)
         if self.rope is not None:
             k_BSKH = self.rope(k_BSKH, positions_BS)
-        return k_BSKH, v_BSKH, last_BKH
+        return k_BSKH, v_BSKH, last
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param, bias: str) -> jax.Array:
         projected = project(x_BTD, w[...])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attention import ops
-from attention.cache import LatentCache, Slots, SmearedCache
+from attention.cache import LastKey, LatentCache, Slots, SmearedCache
 from attention.context import Context, documents, matrix, project, silence
 from attention.layer_cost import LayerCost, itemsize, softmax_pairs
 from attention.masks import Causal, Mask
@@ -131,8 +131,8 @@ class MultiHeadLatentAttention(nnx.Module):
         x_BTD = silence(x_BTD, segments_BT)
         q_BTNH, q_rope_BTNP = self._queries(x_BTD, positions_BT)
         latent_BTR = self.latent_norm(project(x_BTD, self.w_dkv_DR[...]))
-        last_key_B1P = cache.last_key_BKH if isinstance(cache, SmearedCache) else None
-        rope_key_BTP, last_key_B1P = self._rope_key(x_BTD, positions_BT, documents_BT, last_key_B1P)
+        last = cache.last if isinstance(cache, SmearedCache) else None
+        rope_key_BTP, last = self._rope_key(x_BTD, positions_BT, documents_BT, last)
         attend = functools.partial(
             self._attend, probe, q_segments=segments_BT, dropout=self._dropout(dropout_key)
         )
@@ -147,7 +147,7 @@ class MultiHeadLatentAttention(nnx.Module):
             latents, _, index_BS = latents.append(
                 positions_BT, valid_BT, latent_BSR=latent_BTR, rope_key_BSP=rope_key_BTP
             )
-            cache = latents if self.rope_smear is None else SmearedCache(latents, last_key_B1P)
+            cache = latents if self.rope_smear is None else SmearedCache(latents, last)
             attend = functools.partial(attend, q_index=positions_BT, k_index=index_BS)
             head_BTNE = self._absorbed(attend, q_BTNH, q_rope_BTNP, latents).astype(x_BTD.dtype)
         if probe is not None:
@@ -167,7 +167,7 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         if self.rope_smear is None:
             return cache
-        return SmearedCache(cache, jnp.zeros((batch, 1, P), dtype))
+        return SmearedCache(cache, LastKey.none((batch, 1, P), dtype))
 
     def cache_bytes_per_token(self) -> int:
         """R + P numbers, whatever the number of heads, in the layer's dtype."""
@@ -243,17 +243,15 @@ class MultiHeadLatentAttention(nnx.Module):
         return q_BTNH, self.rope(project(u_BTR, self.w_qr_RNP[...]), positions_BT)
 
     def _rope_key(
-        self, x_BTD, positions_BT, documents_BT, last_key_B1P
+        self, x_BTD, positions_BT, documents_BT, last
     ) -> tuple[jax.Array, jax.Array | None]:
         """The rotated key that all heads share, and the last raw one where keys are smeared."""
         if self.rope is None:
             return x_BTD[..., :0], None
         key_BT1P = project(x_BTD, self.w_kr_DP[...])[:, :, None]
         if self.rope_smear is not None:
-            key_BT1P, last_key_B1P = self.rope_smear(
-                key_BT1P, positions_BT, documents_BT, last_key_B1P
-            )
-        return self.rope(key_BT1P, positions_BT)[:, :, 0], last_key_B1P
+            key_BT1P, last = self.rope_smear(key_BT1P, positions_BT, documents_BT, last)
+        return self.rope(key_BT1P, positions_BT)[:, :, 0], last
 
     def _naive(
         self, attend: Callable, q_BTNH, q_rope_BTNP, k_BTNH, latent_BTR, rope_key_BTP

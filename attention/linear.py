@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attention import linear_ops
-from attention.cache import SmearedCache
+from attention.cache import LastKey, SmearedCache
 from attention.context import Context, documents, matrix, project, silence
 from attention.feature_maps import feature_map, feature_width
 from attention.layer_cost import LayerCost, output_flops, projected_heads
@@ -98,10 +98,10 @@ class LinearAttention(nnx.Module):
         q_BTNH = project(x_BTD, self.w_q_DNH[...])
         k_BTKH = project(x_BTD, self.w_k_DKH[...])
         v_BTKH = project(x_BTD, self.w_v_DKH[...])
-        last_BKH = None
+        last = None
         if self.smear is not None:
-            last_BKH = None if cache is None else cache.last_key_BKH
-            k_BTKH, last_BKH = self.smear(k_BTKH, positions_BT, documents_BT, last_BKH)
+            last = None if cache is None else cache.last
+            k_BTKH, last = self.smear(k_BTKH, positions_BT, documents_BT, last)
         if self.rope is not None:
             q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
         q_BTNM, k_BTKM = phi(q_BTNH), phi(k_BTKH)
@@ -120,7 +120,7 @@ class LinearAttention(nnx.Module):
         y_BTD = project(head_BTNE.astype(x_BTD.dtype), self.w_o_NHD[...], num_in=2)
         if cache is None:
             return y_BTD, None
-        return y_BTD, state if self.smear is None else SmearedCache(state, last_BKH)
+        return y_BTD, state if self.smear is None else SmearedCache(state, last)
 
     def init_cache(self, batch: int, length: int, dtype=None) -> LinearState | SmearedCache:
         """The state before any token; its size does not depend on ``length``.
@@ -134,7 +134,7 @@ class LinearAttention(nnx.Module):
         state = LinearState.zeros(batch, K, feature_width(self.options.feature_map, H), H)
         if self.smear is None:
             return state
-        return SmearedCache(state, jnp.zeros((batch, K, H), dtype or self.context.dtype))
+        return SmearedCache(state, LastKey.none((batch, K, H), dtype or self.context.dtype))
 
     def cache_bytes_per_token(self) -> int:
         """0: the state does not grow."""

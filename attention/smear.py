@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+
+from attention.cache import LastKey
 
 
 class SmearedKeys(nnx.Module):
@@ -21,33 +24,54 @@ class SmearedKeys(nnx.Module):
         k_BTKH: jax.Array,
         positions_BT: jax.Array,
         segments_BT: jax.Array,
-        last_BKH: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        last: LastKey | None = None,
+    ) -> tuple[jax.Array, LastKey]:
         """The smeared keys, and the last valid raw key of each row.
 
         Args:
           k_BTKH: raw keys.
           positions_BT: their positions.
           segments_BT: documents, which do not meet; 0 for padding, which is nobody's predecessor.
-          last_BKH: the raw key before the first of these, from the cache.
+          last: the raw key before the first of these, from the cache.
+
+        Raises:
+          ValueError: positions that are not traced go back to one whose predecessor is forgotten.
         """
-        begins = last_BKH is None
-        if begins:
-            last_BKH = jnp.zeros_like(k_BTKH[:, 0])
-        latest_BT = jax.lax.cummax(
-            jnp.where(segments_BT != 0, jnp.arange(1, k_BTKH.shape[1] + 1), 0), axis=1
-        )
-        history = jnp.concatenate([last_BKH[:, None].astype(k_BTKH.dtype), k_BTKH], axis=1)
+        B, T, K, H = k_BTKH.shape
+        last = LastKey.none((B, K, H), k_BTKH.dtype) if last is None else last
+        positions_BT = jnp.broadcast_to(positions_BT, (B, T))
+        _check_goes_on(positions_BT, segments_BT, last)
+        latest_BT = jax.lax.cummax(jnp.where(segments_BT != 0, jnp.arange(1, T + 1), 0), axis=1)
+        history = jnp.concatenate([last.key_BKH[:, None].astype(k_BTKH.dtype), k_BTKH], axis=1)
+        places = jnp.concatenate([last.position_B[:, None], positions_BT], axis=1)
         before_BT = jnp.pad(latest_BT[:, :-1], ((0, 0), (1, 0)))
         previous = jnp.take_along_axis(history, before_BT[:, :, None, None], axis=1)
         share = jax.nn.sigmoid(self.alpha_K[...])[None, None, :, None].astype(k_BTKH.dtype)
         smeared = share * k_BTKH + (1 - share) * previous
         before_document_BT = jnp.take_along_axis(segments_BT, jnp.maximum(before_BT - 1, 0), axis=1)
         at_start = (before_BT > 0) & (before_document_BT != segments_BT)
-        at_start = at_start | jnp.broadcast_to(positions_BT == 0, before_BT.shape)
-        if begins:
-            # Without a cache the first token has no predecessor wherever it stands.
-            at_start = at_start | (before_BT == 0)
-        at_start = at_start[:, :, None, None]
-        last = jnp.take_along_axis(history, latest_BT[:, -1, None, None, None], axis=1)[:, 0]
-        return jnp.where(at_start, k_BTKH, smeared), last
+        at_start = at_start | (positions_BT == 0)
+        at_start = at_start | (jnp.take_along_axis(places, before_BT, axis=1) < 0)
+        latest_B1 = latest_BT[:, -1:]
+        last = LastKey(
+            jnp.take_along_axis(history, latest_B1[..., None, None], axis=1)[:, 0].astype(
+                last.key_BKH.dtype
+            ),
+            jnp.take_along_axis(places, latest_B1, axis=1)[:, 0],
+        )
+        return jnp.where(at_start[:, :, None, None], k_BTKH, smeared), last
+
+
+def _check_goes_on(positions_BT, segments_BT, last: LastKey) -> None:
+    """Raises ValueError where the first token neither follows the last one nor starts anew."""
+    if any(isinstance(x, jax.core.Tracer) for x in (positions_BT, segments_BT, last.position_B)):
+        return
+    there_BT, last_B = np.asarray(segments_BT) != 0, np.asarray(last.position_B)
+    first_B = np.asarray(positions_BT)[np.arange(len(there_BT)), there_BT.argmax(1)]
+    back_B = there_BT.any(1) & (first_B != 0) & (first_B <= last_B)
+    if back_B.any():
+        row = int(back_B.argmax())
+        raise ValueError(
+            f"smeared keys cannot go back from position {last_B[row]} to {first_B[row]}: the raw "
+            "key before it is forgotten; go on, or start again at position 0"
+        )

@@ -177,6 +177,9 @@ class Decoder(nnx.Module):
             if caches is not None:
                 raise ValueError("with caches, positions_BT must say where the tokens stand")
             positions_BT = count_positions(tokens_BT.shape, common.get("segments_BT"))
+        elif caches is None and common.get("segments_BT") is None:
+            # A layer that is told nothing else takes the first token for position 0.
+            common["segments_BT"] = jnp.ones(tokens_BT.shape, jnp.int32)
         x_BTD, caches = run_blocks(
             self.blocks,
             self.embed(tokens_BT, positions_BT),

@@ -43,19 +43,3 @@ def run(implementation):
     from tests import attending
 
     return functools.partial(attending.run, implementation)
-
-
-# Faults that a test has found and that are not mended yet: the test says what is right, the entry
-# why it is not so. A test that passes again fails here, so that no entry outlives its fault.
-KNOWN_FAULTS = {
-    "test_masks_count_from_position_0": "without a cache a mask counts from the first token given",
-    "test_a_line_cut_short_at_the_checkpoint_is_not_lost": "that line is lost, not the step",
-}
-
-
-def pytest_collection_modifyitems(items):
-    """Marks the tests of known faults."""
-    for item in items:
-        for name, why in KNOWN_FAULTS.items():
-            if name in item.nodeid:
-                item.add_marker(pytest.mark.xfail(reason=why, strict=True))

@@ -151,7 +151,7 @@ def test_keeps_the_last_and_the_best_also_after_reopening(tmp_path):
     accuracies = {1: 0.2, 2: 0.9, 3: 0.9, 4: 0.1, 5: None}
     with reopen(tmp_path, keep=2, best_metric="accuracy") as checkpoints:
         for step, accuracy in accuracies.items():
-            metrics = {} if accuracy is None else {"accuracy": accuracy, "loss": np.inf}
+            metrics = {} if accuracy is None else {"accuracy": accuracy, "loss": 1.5}
             checkpoints.save(step, on_device(make_state(step)), metrics)
         assert checkpoints.steps() == [3, 4, 5]
         assert checkpoints.best_step() == 3

@@ -98,7 +98,13 @@ VARIANTS = [
     Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, constant_bytes=2 * 6 * 7 * 4,
             constant_is_narrow=False),
     Variant("mla", Latent(latent_rank=5)),
+    Variant("mla query latent", Latent(latent_rank=7, query_rank=8, rope_width=4, scale=0.7)),
+    Variant("mla smeared", Latent(latent_rank=5, smeared_keys=True), constant_bytes=2 * 4),
     Variant("additive", Additive(num_kv_heads=2), model={"position": "none"}),
+    Variant("additive window", Additive(
+        num_kv_heads=2, mask_expression="Causal() & (Window(4) | First(1))", smeared_keys=True,
+    ), model={"position": "learned", "max_length": 129}, slots=lambda n: n if n <= 4 else 5,
+            constant_bytes=2 * 6 * 4),
 ]  # fmt: skip
 
 
@@ -352,11 +358,45 @@ def test_padding_between_tokens(options):
     "options", [MultiHeadStreaming(window=2, first=1), MultiHeadPrefix(prefix=3)], ids=str
 )
 def test_masks_count_from_position_0(options):
-    """The positions that are given decide, with segments, without, and through a cache."""
+    """The positions that are given decide, with segments as through a cache."""
     model, x = layer(options), random(1, 5, 16)
     places = np.arange(2, 7, dtype=np.int32)[None]
-    bare = call(model, x, places)[0]
-    ones = np.ones((1, 5), np.int32)
-    assert_close(model(x, places, segments_BT=ones)[0], bare, what="segments")
+    told = model(x, places, segments_BT=np.ones((1, 5), np.int32))[0]
     cached, _ = model(x, places, cache=model.init_cache(1, 20))
-    assert_close(cached, bare, what="cache")
+    assert_close(cached, told, what="cache")
+    bare = call(model, x, places)[0]
+    from_0 = call(model, x, places - 2)[0]
+    assert_close(bare, from_0, what="told nothing, a mask counts from the first token")
+    assert np.abs(bare - told).max() > 1e-3
+
+
+def test_a_decoder_heeds_the_positions_it_is_given():
+    """Also those that do not start at 0, which a streaming mask tells apart."""
+    options = DecoderOptions(
+        vocab_size=11, num_layers=2, d_model=16, num_heads=4, mlp="none", pattern=("streaming",),
+        layers=(MultiHeadStreaming(window=2, first=1),),
+    )  # fmt: skip
+    model, tokens = Decoder(options, nnx.Rngs(0)), np.random.default_rng().integers(0, 11, (1, 6))
+    places = np.arange(2, 8, dtype=np.int32)[None]
+    cached, _ = model(tokens, places, caches=model.init_caches(1, 20))
+    given = model(tokens, places)[0]
+    assert_close(given, cached, what="cache")
+    assert np.abs(given - model(tokens)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("options", [
+    MultiHead(smeared_keys=True), Linear(smeared_keys=True),
+    Latent(latent_rank=5, smeared_keys=True), Additive(smeared_keys=True),
+], ids=str)  # fmt: skip
+def test_smeared_keys_cannot_go_back(options):
+    """The raw key before the token is gone: refused, where a wrong key would be made silently."""
+    context = {"rotary": False} if isinstance(options, Additive) else {}
+    model, x = layer(options, **context), random(1, 3, 16)
+    places = np.arange(5, 8, dtype=np.int32)[None]
+    _, cache = model(x, places, cache=model.init_cache(1, 12))
+    with pytest.raises(ValueError, match="cannot go back from position 7 to 6"):
+        model(x[:, :1], np.full((1, 1), 6, np.int32), cache=cache)
+    again, _ = model(x, places - 5, cache=cache)
+    assert_close(again, model(x, places - 5, cache=cache.reset())[0])
+    onward, _ = model(x[:, :1], np.full((1, 1), 9, np.int32), cache=cache)
+    assert np.isfinite(onward).all()

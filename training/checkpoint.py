@@ -3,7 +3,7 @@
 A checkpoint is one orbax step folder with two items, committed together by one rename:
 
     <folder>/<step>/state      the leaves of the TrainState, as ``{"params/w": array, ...}``
-    <folder>/<step>/manifest   the type and the checksum of every leaf, and the tracked metric
+    <folder>/<step>/manifest   the type and the checksum of every leaf, and the metrics
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Checkpoints:
         Args:
           step: the number of the checkpoint, above that of every other; equal to ``state.step``.
           state: every leaf a strongly typed array on this process's devices.
-          metrics: values measured on this state. An empty dict says that nothing was measured:
-            the checkpoint is then kept as one of the latest only.
+          metrics: values measured on this state, kept beside it. An empty dict says that nothing
+            was measured: the checkpoint is then kept as one of the latest only.
 
         Raises:
           ValueError: ``state`` is at another step, or ``metrics`` lacks the best metric.
@@ -98,8 +98,11 @@ class Checkpoints:
         leaves, _ = manifest.flatten(state)
         kinds = manifest.strong_kinds(leaves)
         copies = manifest.host_copies(leaves)
-        tracked = self._tracked(metrics)
-        self._check_finite(step, copies, tracked)
+        if metrics and self._best_metric not in (None, *metrics):
+            raise ValueError(
+                f"best_metric={self._best_metric!r} is not among the metrics {sorted(metrics)}"
+            )
+        self._check_finite(step, copies, metrics)
         try:
             self._manager = self._manager or self._open()
             latest = max(self._manager.all_steps(), default=-1)
@@ -108,9 +111,9 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     # Orbax cannot store arrays of size zero; their type says all there is.
                     state=ocp.args.StandardSave({n: a for n, a in copies.items() if a.size}),
-                    manifest=ocp.args.JsonSave(manifest.write(step, tracked, kinds, copies)),
+                    manifest=ocp.args.JsonSave(manifest.write(step, metrics, kinds, copies)),
                 ),
-                metrics=tracked or None,
+                metrics=metrics or None,
             )
         except Exception as error:
             raise CheckpointError(self._failed(step, error)) from error
@@ -180,6 +183,10 @@ class Checkpoints:
         self.wait()
         return sorted(self._inspect()[0])
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """What was measured on the state of ``step``, one of ``steps()``."""
+        return self._inspect()[0][step]
+
     def best_step(self) -> int | None:
         """The step with the highest ``best_metric`` of those on disk, the latest of equals."""
         self.wait()
@@ -239,17 +246,8 @@ class Checkpoints:
         if manager is not None:
             manager.close()
 
-    def _tracked(self, metrics: dict[str, float]) -> dict[str, float]:
-        if self._best_metric is None or not metrics:
-            return {}
-        if self._best_metric not in metrics:
-            raise ValueError(
-                f"best_metric={self._best_metric!r} is not among the metrics {sorted(metrics)}"
-            )
-        return {self._best_metric: float(metrics[self._best_metric])}
-
-    def _check_finite(self, step: int, copies: dict[str, np.ndarray], tracked) -> None:
-        bad = [name for name, value in tracked.items() if not math.isfinite(value)]
+    def _check_finite(self, step: int, copies: dict[str, np.ndarray], metrics) -> None:
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         for name, array in copies.items():
             if jnp.issubdtype(array.dtype, jnp.inexact) and not np.isfinite(array).all():
                 bad.append(name)
@@ -271,7 +269,7 @@ class Checkpoints:
         return {int(p.name): p for p in self._entries() if _STEP_NAME.fullmatch(p.name)}
 
     def _inspect(self) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
-        """The tracked metrics of every complete step, and why each of the others is not one."""
+        """The metrics of every complete step, and why each of the others is not one."""
         complete, broken = {}, {}
         for step, path in self._step_folders().items():
             try:

@@ -53,6 +53,11 @@ def train(config: Mapping, settings: Settings, folder: RunFolder) -> list[dict] 
         implementations = _implementations(settings)
         folder.begin(config, environment.describe(implementations, first))
         folder.forget_metrics_after(first if resumed else -1)
+        if resumed and not any(line["step"] == first for line in folder.read_metrics()):
+            # A power cut may take the line of a checkpoint that is on the disk.
+            line = saved.metrics(first)
+            del line[BEST_METRIC]
+            folder.append_metrics({"step": first, **line})
         chance = {task.name: task.chance for task in settings.evaluated}
         with (
             Reporter(first, steps, chance) as reporter,
@@ -114,7 +119,7 @@ def _run(settings, folder, saved, state, resumed, reporter, events) -> None:
         write(line)
         if saving:
             accuracies = [line[f"{task.name}/accuracy"] for task in settings.evaluated]
-            saved.save(step, state, {BEST_METRIC: sum(accuracies) / len(accuracies)})
+            saved.save(step, state, {**line, BEST_METRIC: sum(accuracies) / len(accuracies)})
 
 
 def _next_stop(step: int, settings: Settings) -> int:

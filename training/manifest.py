@@ -101,7 +101,7 @@ def place(array: np.ndarray, leaf: Any) -> jax.Array:
 def write(
     step: int, metrics: dict[str, float], kinds: dict[str, str], copies: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """The manifest as JSON: step, tracked metrics, and every leaf's kind and CRC-32."""
+    """The manifest as JSON: step, metrics, and every leaf's kind and CRC-32."""
     leaves = {name: [kinds[name], checksum(array)] for name, array in copies.items()}
     body = {"step": step, "metrics": metrics, "leaves": leaves}
     return {"body": body, "checksum": _json_checksum(body)}
