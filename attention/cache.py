@@ -47,7 +47,9 @@ class Slots:
                 "combine it with Causal() &"
             )
         retention = mask.retention()
-        if retention.last is None or retention.last >= length:
+        if retention.last is None:
+            return cls((), length, length)
+        if retention.last + sum(position < length for position in retention.pinned) >= length:
             return cls((), length, length)
         return cls(retention.pinned, retention.last, None)
 

@@ -146,6 +146,7 @@ class Heads(nnx.Module):
         if memory is None and cache is None:
             raise ValueError("cross-attention needs a memory, or a cache that holds one")
         if memory is not None:
+            memory.check(x_BTD.shape[0], cache)
             k_BSKH, v_BSKH, _ = self._keys_values(
                 silence(memory.x_BSD, memory.segments_BS),
                 memory.positions_BS,

@@ -23,6 +23,22 @@ class Memory:
     positions_BS: jax.Array
     segments_BS: jax.Array
 
+    def check(self, batch: int, cache: MemoryCache | None) -> None:
+        """Raises ValueError where it does not fit itself, the rows of tokens, or the cache."""
+        shape = self.x_BSD.shape[:2]
+        for name in ("positions_BS", "segments_BS"):
+            if getattr(self, name).shape != shape:
+                raise ValueError(
+                    f"memory.{name} must be (B, S) = {shape} as its activations, "
+                    f"got {getattr(self, name).shape}"
+                )
+        if shape[0] != batch:
+            raise ValueError(f"the memory has {shape[0]} rows for {batch} rows of tokens")
+        if cache is not None and cache.segments_BS.shape != shape:
+            raise ValueError(
+                f"the memory is (B, S) = {shape}, but the caches are for {cache.segments_BS.shape}"
+            )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

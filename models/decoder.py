@@ -252,12 +252,18 @@ def run_blocks(
 
 
 def count_positions(shape: tuple[int, int], segments_BT: jax.Array | None) -> jax.Array:
-    """Positions (B, T) from 0, counted anew wherever the segment changes."""
+    """Positions (B, T) of the tokens in their documents, from 0; padding is not counted."""
     index_BT = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if segments_BT is None:
         return index_BT
-    starts_BT = jnp.pad(segments_BT[:, 1:] != segments_BT[:, :-1], ((0, 0), (1, 0)))
-    return index_BT - jax.lax.cummax(jnp.where(starts_BT, index_BT, 0), axis=1)
+    valid_BT = segments_BT != 0
+    count_BT = jnp.cumsum(valid_BT, axis=1) - 1
+    latest_BT = jax.lax.cummax(jnp.where(valid_BT, index_BT, 0), axis=1)
+    before_BT = jnp.pad(latest_BT[:, :-1], ((0, 0), (1, 0)))
+    changes_BT = segments_BT != jnp.take_along_axis(segments_BT, before_BT, axis=1)
+    starts_BT = valid_BT & changes_BT
+    start_BT = jax.lax.cummax(jnp.where(starts_BT, count_BT, 0), axis=1)
+    return jnp.maximum(count_BT - start_BT, 0)
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

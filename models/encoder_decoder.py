@@ -259,24 +259,12 @@ def check_memory(memory: Memory | None, caches: list | None, batch: int) -> None
 
     Whether caches that are being traced hold one cannot be checked.
     """
-    held_BS = None if caches is None else caches[0].memory.segments_BS
+    cache = None if caches is None else caches[0].memory
     if memory is not None:
-        shape = memory.x_BSD.shape[:2]
-        for name in ("positions_BS", "segments_BS"):
-            if getattr(memory, name).shape != shape:
-                raise ValueError(
-                    f"memory.{name} must be (B, S) = {shape} as its activations, "
-                    f"got {getattr(memory, name).shape}"
-                )
-        if shape[0] != batch:
-            raise ValueError(f"the memory has {shape[0]} rows for {batch} rows of tokens")
-        if held_BS is not None and held_BS.shape != shape:
-            raise ValueError(
-                f"the memory is (B, S) = {shape}, but the caches are for {held_BS.shape}"
-            )
-    elif held_BS is None:
+        memory.check(batch, cache)
+    elif cache is None:
         raise ValueError("there is no memory to read; pass memory=model.encode(source_BS)")
-    elif not isinstance(held_BS, jax.core.Tracer) and not held_BS.any():
+    elif not isinstance(cache.segments_BS, jax.core.Tracer) and not cache.segments_BS.any():
         raise ValueError(
             "the caches hold no memory, or only padding; pass memory=model.encode(source_BS) "
             "with the first tokens"

@@ -133,6 +133,8 @@ def test_what_a_query_may_see_is_there(mask, sees):
         (Causal() & Window(4), 3, 3),
         (Causal() & (Window(4) | First(2)), 9, 6),
         (Causal() & (Window(4) | First(2)), 10**9, 6),
+        (Causal() & (Window(4) | First(2)), 5, 5),
+        (Causal() & (Window(4) | First(2)), 6, 6),
         (Causal() & (Window(3) | Global((0, 1))), 9, 5),
     ],
     ids=str,

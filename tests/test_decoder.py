@@ -264,6 +264,11 @@ def test_documents_that_are_packed_start_anew():
         logits = logits_of(model, packed, segments_BT=segments)
         assert_close(logits[:, :4], logits_of(model, document), what=str(changes))
         assert_close(logits[:, 4:], logits[:, :4], what=str(changes))
+        # Padding inside a document is not counted.
+        holes = np.insert(document, (1, 3), 0, axis=1)
+        there = np.array([[1, 0, 1, 1, 0, 1]], np.int32)
+        spread = logits_of(model, holes, segments_BT=there)
+        assert_close(spread[:, there[0] == 1], logits[:, :4], what=str(changes))
 
 
 def test_learned_positions():

@@ -174,6 +174,7 @@ class Oracle:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_logits_equal_a_float64_oracle_on_sources_without_padding(side):
+    """Claim 9, Z1: queries from one sequence, keys and values from another."""
     tokens, source, segments = ids(B, T), ids(B, S), padded(side)
     got, oracle = forward(PARAMS, tokens, source, segments), Oracle(PARAMS)
     for b in range(B):
@@ -578,5 +579,14 @@ def test_a_key_mask_of_the_length_of_the_queries_is_refused_by_the_layer():
     """Z1: a mask with T entries."""
     layer = model().blocks[0].cross
     memory = memory_of(segments_BS=np.ones((B, T), np.int32))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=rf"segments_BS must be \(B, S\) = \({B}, {S}\)"):
         layer(random(B, T, D), places(0, T), memory=memory)
+
+
+def test_a_memory_longer_than_its_cache_is_refused_by_the_layer():
+    """It would take the place of the shorter one, and the cache would no longer be one type."""
+    layer = model().blocks[0].cross
+    with pytest.raises(
+        ValueError, match=rf"= \({B}, {S}\), but the caches are for \({B}, {S - 1}\)"
+    ):
+        layer(random(B, T, D), places(0, T), memory=memory_of(), cache=layer.init_cache(B, S - 1))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from attention.linear import Linear
 from attention.multi_head import MultiHead, MultiHeadStreaming
 from models.decoder import Decoder, DecoderOptions
 from models.generate import generate
@@ -47,7 +48,7 @@ def _logits(graph, params, tokens):
 
 def whole(model, tokens) -> np.ndarray:
     """Logits without a cache; rows are filled up, so that one program serves all lengths."""
-    wide = np.zeros((1, 40), int)
+    wide = np.zeros((1, 40 if len(tokens) <= 40 else len(tokens)), int)
     if model.options.position == "learned":
         wide = wide[:, : model.options.max_length]
     wide[0, : len(tokens)] = tokens
@@ -209,6 +210,18 @@ def test_past_the_window_at_constant_memory():
     for row in range(2):
         follows(model, prompt[row], new[row])
         assert sorted(np.asarray(caches[1].position_BS)[row].tolist()) == [0, 31, 32, 33]
+
+
+@pytest.mark.parametrize("layer", [STREAMING, Linear()], ids=str)
+def test_twenty_times_the_training_length(layer):
+    """Claims 19 and 28: as far as one likes, with the bytes of a short sequence."""
+    model, length = decoder(layer), 32
+    held = [sum(cache.nbytes for cache in model.init_caches(1, n)) for n in (length, 20 * length)]
+    assert held[0] == held[1] > 0
+    prompt = random_tokens(1, 5)
+    new, caches = generate(model, prompt, 20 * length)
+    assert sum(cache.nbytes for cache in caches) == held[0]
+    follows(model, prompt[0], new[0])
 
 
 @pytest.mark.parametrize("layer", [MultiHead(num_kv_heads=1), STREAMING, SMEARED], ids=str)

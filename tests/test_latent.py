@@ -167,7 +167,7 @@ def test_the_rotary_key_turns_by_its_own_width():
     ("plain", 5 + 2, 0), ("query_latent", 7 + 4, 0), ("smeared", 5 + 8, 8), ("unrotated", 5, 0),
 ])  # fmt: skip
 def test_cache_holds_rank_and_rotary_width(name, numbers, last):
-    """Claim 23, X2: R + P numbers a token, whatever the heads; a last raw key if it is smeared."""
+    """Claims 23 and 25, X2: R + P numbers a token, whatever the heads; smeared, a raw key too."""
     layer, _ = built(OPTIONS[name])
     assert layer.cache_bytes_per_token() == 4 * numbers
     for length in (1, 7):

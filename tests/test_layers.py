@@ -83,12 +83,12 @@ VARIANTS = [
     Variant("window", MultiHeadWindow(num_kv_heads=2, window=2), slots=lambda n: min(n, 2)),
     Variant("streaming", MultiHeadStreaming(
         num_kv_heads=2, window=4, first=2, smeared_keys=True,
-    ), window=4, slots=lambda n: n if n <= 4 else 6, constant_bytes=2 * 6 * 4),
+    ), window=4, slots=lambda n: min(n, 6), constant_bytes=2 * 6 * 4),
     Variant("longformer", MultiHeadLongformer(num_kv_heads=2, window=2, num_global=2),
-            slots=lambda n: n if n <= 2 else 4),
+            slots=lambda n: min(n, 4)),
     Variant("masked", MultiHeadMasked(
         num_kv_heads=2, mask_expression="Causal() & (Window(2) | First(1)) & Window(5)",
-    ), slots=lambda n: n if n <= 2 else 3),
+    ), slots=lambda n: min(n, 3)),
     Variant("full", MultiHeadFull(num_kv_heads=2), exempt=FULL),
     Variant("longformer encoder", MultiHeadLongformerEncoder(
         num_kv_heads=2, window=2, num_global=1
@@ -103,7 +103,7 @@ VARIANTS = [
     Variant("additive", Additive(num_kv_heads=2), model={"position": "none"}),
     Variant("additive window", Additive(
         num_kv_heads=2, mask_expression="Causal() & (Window(4) | First(1))", smeared_keys=True,
-    ), model={"position": "learned", "max_length": 129}, slots=lambda n: n if n <= 4 else 5,
+    ), model={"position": "learned", "max_length": 129}, slots=lambda n: min(n, 5),
             constant_bytes=2 * 6 * 4),
 ]  # fmt: skip
 

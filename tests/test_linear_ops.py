@@ -120,6 +120,7 @@ def close(got, want, tolerance=1e-5):
 @pytest.mark.parametrize("segments", [WHOLE, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("name, causal", EVERY)
 def test_output_and_state_equal_brute_force(name, causal, segments):
+    """Claim 28, L2: parallel, chunked and recurrent, in float64 brute force."""
     qkv, state = draw()
     inputs = as_float32((qkv, state))
     out, final, _ = evaluate(FORMS[name], causal)(*inputs, segments, jnp.float32(WEIGHT))
