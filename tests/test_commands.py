@@ -203,7 +203,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(command, tmp_path):
 
 def test_an_evaluation_agrees_with_itself_and_saves(undisturbed, command):
     folder, _ = undisturbed
-    argv = ("eval.py", f"--workdir={folder}", "--sequences=8", "--attention=0",
+    argv = ("eval.py", f"--workdir={folder}", "--sequences=8", "--attention",
             "--checkpoint=last")  # fmt: skip
     code, _, err = ended(command(*argv))
     assert (code, err) == (0, ""), err

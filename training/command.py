@@ -102,6 +102,18 @@ def _exit(code: int, message: str) -> None:
     sys.exit(code)
 
 
+def define_numbers(name: str, bare: int, help: str) -> flags.FlagHolder:  # noqa: A002
+    """A flag of whole numbers that may be repeated; without a value it stands for ``bare``."""
+
+    class Parser(flags.IntegerParser):
+        def parse(self, argument):
+            # A flag without a value reaches its parser as the word true.
+            return bare if argument == "true" else super().parse(argument)
+
+    flag = flags.MultiFlag(Parser(), flags.ArgumentSerializer(), name, [], help, boolean=True)
+    return flags.DEFINE_flag(flag)
+
+
 def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
     """Name of the config file, and the options that the run reads, as plain dicts.
 
