@@ -14,11 +14,13 @@ from training.settings import OptionError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder, as train.py made it.")
 CHECKPOINT = flags.DEFINE_string("checkpoint", "last", "'last', 'best', or a step.")
-ATTENTION = command.define_numbers(
-    "attention",
-    bare=0,
-    help="Also draw the attention patterns of a sequence of the evaluation stream, by its number; "
-    "may be repeated, and --attention alone draws the first.",
+ATTENTION = flags.DEFINE_flag(
+    command.numbers(
+        "attention",
+        bare=0,
+        help="Also draw the attention patterns of a sequence of the evaluation stream, by its "
+        "number; may be repeated, and --attention alone draws the first.",
+    )
 )
 SEQUENCES = flags.DEFINE_integer("sequences", 256, "Sequences per task and length.")
 

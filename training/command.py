@@ -102,7 +102,7 @@ def _exit(code: int, message: str) -> None:
     sys.exit(code)
 
 
-def define_numbers(name: str, bare: int, help: str) -> flags.FlagHolder:  # noqa: A002
+def numbers(name: str, bare: int, help: str) -> flags.Flag:
     """A flag of whole numbers that may be repeated; without a value it stands for ``bare``."""
 
     class Parser(flags.IntegerParser):
@@ -110,8 +110,7 @@ def define_numbers(name: str, bare: int, help: str) -> flags.FlagHolder:  # noqa
             # A flag without a value reaches its parser as the word true.
             return bare if argument == "true" else super().parse(argument)
 
-    flag = flags.MultiFlag(Parser(), flags.ArgumentSerializer(), name, [], help, boolean=True)
-    return flags.DEFINE_flag(flag)
+    return flags.MultiFlag(Parser(), flags.ArgumentSerializer(), name, [], help, boolean=True)
 
 
 def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
