@@ -321,7 +321,7 @@ def test_a_mixture_describes_its_tasks_with_their_shares():
         (lambda: Copy(64.0, 19), r"^task\.vocab_size=64\.0 must be a whole number$"),
         (lambda: Copy(64, True), r"^task\.length=True must be a whole number$"),
         (lambda: Copy(64, 2), r"^task\.length=2 .* at least 3$"),
-        (lambda: Copy(64, 19, max_length=10), r"^task\.copy\.max_length=10 .* = 9$"),
+        (lambda: Copy(64, 19, max_length=10), r"^task\.copy\.max_length=10 .* at most 9$"),
         (lambda: Copy(64, 19, min_length=0), r"^task\.copy\.min_length=0 .*between 1 and .* 9"),
         (lambda: Copy(64, 19, min_length=10), r"^task\.copy\.min_length=10 .*task\.length=19"),
         (lambda: Copy(64, 19, 5, 4), r"^task\.copy\.min_length=5 .*max_length=4"),

@@ -151,13 +151,16 @@ def test_a_batch_is_a_tree_with_and_without_a_source():
     ("build", "message"),
     [
         (lambda: SourceCopy(5, 9), r"^task\.vocab_size=5 is too small for source_copy: .* 6$"),
-        (lambda: SourceCopy(64, 0), r"^task\.length=0 must be at least 1$"),
+        (
+            lambda: SourceCopy(64, 0),
+            r"^task\.length=0 is too short for source_copy: .* at least 1$",
+        ),
         (lambda: SourceCopy(64, 9.0), r"^task\.length=9\.0 must be a whole number$"),
         (lambda: SourceReverse(64, 9, 0), r"^task\.source_reverse\.min_length=0 .*1 and .* 9"),
         (lambda: SourceReverse(64, 9, 5, 4), r"^task\.source_reverse\.min_length=5 .*_length=4"),
         (
             lambda: SourceCopy(64, 9, max_length=10),
-            r"^task\.source_copy\.max_length=10 must be at most task\.length=9$",
+            r"^task\.source_copy\.max_length=10 does not fit task\.length=9: .* at most 9$",
         ),
         (lambda: SourceCopy(64, 9, True), r"^task\.source_copy\.min_length=True must be a whole"),
         (lambda: SourceCopy(64, 9, 1, 2.5), r"^task\.source_copy\.max_length=2\.5 must be"),
