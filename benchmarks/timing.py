@@ -61,11 +61,18 @@ def in_turns[Key](
     return samples
 
 
-def seconds_of(program: Callable, *arguments, calls: int = 1) -> float:
-    """Seconds of one call, of ``calls`` in a row whose last result is waited for."""
+def seconds_of(program: Callable, *arguments, calls: int = 1, pipelined: bool = False) -> float:
+    """Seconds of one call, of ``calls`` in a row.
+
+    Args:
+      pipelined: only the last result is waited for. That hides the dispatch of a GPU; a CPU would
+        run several calls at once.
+    """
     start = time.perf_counter()
     for _ in range(calls):
         result = program(*arguments)
+        if not pipelined:
+            jax.block_until_ready(result)
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
