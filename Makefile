@@ -6,14 +6,16 @@ AOT_PYTHON := .venv-aot/bin/python
 # Assigned with =, so that the command line sets them and the environment does not.
 CONFIG = configs/gqa.py
 WORKDIR =
+TORCH_PYTHON =
 ARGS =
 
-.PHONY: help setup setup-dev setup-aot train eval test test-aot lint format
+.PHONY: help setup setup-dev setup-aot train eval bench test test-aot lint format
 
 help:
 	@echo 'make setup                           install requirements.txt into .venv'
 	@echo 'make train [CONFIG=configs/mqa.py]   train; ARGS="--config.train.steps=300" overrides'
 	@echo 'make eval  [WORKDIR=runs/gqa]        evaluate a run folder'
+	@echo 'make bench [TORCH_PYTHON=PATH]       time steps, attention and decoding, beside PyTorch if given'
 	@echo 'make test  [ARGS="-k masks"]         run the tests'
 	@echo 'make test-aot                        compile the kernels for TPUs and GPUs, none needed'
 	@echo 'make lint                            check style and format'
@@ -34,6 +36,12 @@ train: setup
 
 eval: setup
 	$(PYTHON) eval.py --workdir=$(or $(WORKDIR),runs/$(basename $(notdir $(CONFIG)))) $(ARGS)
+
+# One at a time: they measure.
+bench: setup
+	@for benchmark in train_step attention decode; do \
+	    $(PYTHON) -m benchmarks.$$benchmark --short $(TORCH_PYTHON:%=--torch_python=%) $(ARGS) || exit 1; \
+	done
 
 # Two workers: XLA compiles most programs on one thread, so they fill two cores. By file: tests of
 # a file share compiled programs. ARGS="-n 0" runs in one process.

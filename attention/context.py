@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attention.rope import Rope
 
@@ -53,6 +55,17 @@ def silence(x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
 def documents(x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     """The segments, or one document where none are given."""
     return jnp.ones(x_BTD.shape[:2], jnp.int32) if segments_BT is None else segments_BT
+
+
+def project_together(x_BTD: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
+    """x · w for each w (D, …) in one product: x is read once, and so is each gradient."""
+    widths = [math.prod(w.shape[1:]) for w in ws]
+    together = jnp.concatenate([w.reshape(w.shape[0], -1) for w in ws], axis=1)
+    products = jnp.split(project(x_BTD, together), np.cumsum(widths)[:-1], axis=-1)
+    return [
+        product.reshape(*x_BTD.shape[:-1], *w.shape[1:])
+        for product, w in zip(products, ws, strict=True)
+    ]
 
 
 def project(x_BTD: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:

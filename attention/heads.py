@@ -8,7 +8,14 @@ from flax import nnx
 
 from attention import ops
 from attention.cache import KVCache, LastKey, Slots, SmearedCache
-from attention.context import Context, documents, matrix, project, silence
+from attention.context import (
+    Context,
+    documents,
+    matrix,
+    project,
+    project_together,
+    silence,
+)
 from attention.masks import Mask
 from attention.memory import Memory, MemoryCache
 from attention.norm import RMSNorm
@@ -54,13 +61,10 @@ class Heads(nnx.Module):
     ) -> tuple[jax.Array, KVCache | SmearedCache | MemoryCache | None]:
         """Output of every head (B, T, N, H), and the cache; see the contract in ``attention``."""
         x_BTD = silence(x_BTD, segments_BT)
-        q_BTNH = self._project(x_BTD, self.w_q_DNH, "q_NH")
-        if self.q_norm is not None:
-            q_BTNH = self.q_norm(q_BTNH)
-        if self.rope is not None:
-            q_BTNH = self.rope(q_BTNH, positions_BT)
         gather = self._from_memory if self.options.reads_memory else self._from_own
-        k_BSKH, v_BSKE, where, cache = gather(x_BTD, positions_BT, segments_BT, cache, memory)
+        q_BTNH, k_BSKH, v_BSKE, where, cache = gather(
+            x_BTD, positions_BT, segments_BT, cache, memory
+        )
         options = {
             "q_segments": segments_BT,
             **where,
@@ -122,33 +126,37 @@ class Heads(nnx.Module):
         )
 
     def _from_own(self, x_BTD, positions_BT, segments_BT, cache, memory):
-        """Keys and values of the layer's own sequence, where they stand, and the cache."""
+        """Queries, and keys and values of the same sequence, where they stand, and the cache."""
         if memory is not None:
             raise ValueError("this layer attends to its own sequence; it takes no memory")
         documents_BT = documents(x_BTD, segments_BT)
         valid_BT = documents_BT != 0
         last = cache.last if isinstance(cache, SmearedCache) else None
-        k_BTKH, v_BTKH, last = self._keys_values(x_BTD, positions_BT, documents_BT, last)
+        weights = self.w_q_DNH[...], self.w_k_DKH[...], self.w_v_DKH[...]
+        q_BTNH, *keys_values = project_together(x_BTD, weights)
+        q_BTNH = self._queries(q_BTNH, positions_BT)
+        k_BTKH, v_BTKH, last = self._keys_values(*keys_values, positions_BT, documents_BT, last)
         if cache is None:
             where = {"k_segments": segments_BT}
             if segments_BT is not None and not self.mask.ordinal():
                 # Such a mask counts the positions of each document, without the padding between.
                 where |= {"q_index": positions_BT, "k_index": positions_BT}
-            return k_BTKH, v_BTKH, where, None
+            return q_BTNH, k_BTKH, v_BTKH, where, None
         inner = cache.inner if self.smear is not None else cache
         inner, seen, index_BS = inner.append(positions_BT, valid_BT, k_BSKH=k_BTKH, v_BSKE=v_BTKH)
         cache = inner if self.smear is None else SmearedCache(inner, last)
         where = {"q_index": positions_BT, "k_index": index_BS}
-        return seen["k_BSKH"], seen["v_BSKE"], where, cache
+        return q_BTNH, seen["k_BSKH"], seen["v_BSKE"], where, cache
 
     def _from_memory(self, x_BTD, positions_BT, segments_BT, cache, memory):
-        """Keys and values of the memory, where they stand, and the cache that holds them."""
+        """Queries, keys and values of the memory, where they stand, and the cache that has them."""
         if memory is None and cache is None:
             raise ValueError("cross-attention needs a memory, or a cache that holds one")
         if memory is not None:
             memory.check(x_BTD.shape[0], cache)
+            memory_BSD = silence(memory.x_BSD, memory.segments_BS)
             k_BSKH, v_BSKH, _ = self._keys_values(
-                silence(memory.x_BSD, memory.segments_BS),
+                *project_together(memory_BSD, (self.w_k_DKH[...], self.w_v_DKH[...])),
                 memory.positions_BS,
                 memory.segments_BS,
                 None,
@@ -159,12 +167,19 @@ class Heads(nnx.Module):
         held = held if cache is None else cache
         where = {"k_segments": None, "q_index": positions_BT}
         where["k_index"] = jnp.where(held.segments_BS != 0, held.positions_BS, -1)
-        return held.k_BSKH, held.v_BSKE, where, cache
+        q_BTNH = self._queries(project(x_BTD, self.w_q_DNH[...]), positions_BT)
+        return q_BTNH, held.k_BSKH, held.v_BSKE, where, cache
 
-    def _keys_values(self, x_BSD, positions_BS, segments_BS, last):
-        """Keys, smeared, normalised and rotated as the options say; values; the last raw key."""
-        k_BSKH = self._project(x_BSD, self.w_k_DKH, "k_KH")
-        v_BSKH = self._project(x_BSD, self.w_v_DKH, "v_KH")
+    def _queries(self, q_BTNH, positions_BT):
+        """Projected queries, normalised and rotated as the options say."""
+        q_BTNH = self._biased(q_BTNH, "q_NH")
+        if self.q_norm is not None:
+            q_BTNH = self.q_norm(q_BTNH)
+        return q_BTNH if self.rope is None else self.rope(q_BTNH, positions_BT)
+
+    def _keys_values(self, k_BSKH, v_BSKH, positions_BS, segments_BS, last):
+        """Projected keys, smeared, normalised and rotated; values; the last raw key."""
+        k_BSKH, v_BSKH = self._biased(k_BSKH, "k_KH"), self._biased(v_BSKH, "v_KH")
         if self.smear is not None:
             k_BSKH, last = self.smear(k_BSKH, positions_BS, segments_BS, last)
         if self.k_norm is not None:
@@ -173,11 +188,10 @@ class Heads(nnx.Module):
             k_BSKH = self.rope(k_BSKH, positions_BS)
         return k_BSKH, v_BSKH, last
 
-    def _project(self, x_BTD: jax.Array, w: nnx.Param, bias: str) -> jax.Array:
-        projected = project(x_BTD, w[...])
+    def _biased(self, projected: jax.Array, name: str) -> jax.Array:
         if not self.options.bias:
             return projected
-        return projected + jnp.expand_dims(self.biases[bias][...].astype(projected.dtype), (0, 1))
+        return projected + jnp.expand_dims(self.biases[name][...].astype(projected.dtype), (0, 1))
 
     def _dropout(self, key: jax.Array | None) -> Dropout | None:
         if key is None or self.options.dropout == 0:

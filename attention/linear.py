@@ -10,7 +10,7 @@ from flax import nnx
 
 from attention import linear_ops
 from attention.cache import LastKey, SmearedCache
-from attention.context import Context, documents, matrix, project, silence
+from attention.context import Context, documents, matrix, project, project_together, silence
 from attention.feature_maps import feature_map, feature_width
 from attention.layer_cost import LayerCost, output_flops, projected_heads
 from attention.linear_ops import LinearState
@@ -95,9 +95,8 @@ class LinearAttention(nnx.Module):
         valid_BT = documents_BT != 0
         x_BTD = silence(x_BTD, segments_BT)
         phi = feature_map(self.options.feature_map)
-        q_BTNH = project(x_BTD, self.w_q_DNH[...])
-        k_BTKH = project(x_BTD, self.w_k_DKH[...])
-        v_BTKH = project(x_BTD, self.w_v_DKH[...])
+        weights = self.w_q_DNH[...], self.w_k_DKH[...], self.w_v_DKH[...]
+        q_BTNH, k_BTKH, v_BTKH = project_together(x_BTD, weights)
         last = None
         if self.smear is not None:
             last = None if cache is None else cache.last

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def _half_split(x, width):
@@ -71,7 +72,8 @@ class Rope:
         frequency_P = self.base ** (-jnp.arange(0, self.width, 2, dtype=dtype) / self.width)
         positions_BT11 = jnp.atleast_2d(positions_BT)[:, :, None, None].astype(dtype)
         angle_BT1P = positions_BT11 * frequency_P[None, None, None, :]
-        cos, sin = jnp.cos(angle_BT1P), jnp.sin(angle_BT1P)
+        # Else they are computed again for every element of every head, and in the gradient too.
+        cos, sin = lax.optimization_barrier((jnp.cos(angle_BT1P), jnp.sin(angle_BT1P)))
         split, join = LAYOUTS[self.layout]
         a, b = split(x_BTNH[..., : self.width].astype(dtype), self.width)
         rotated = join(a * cos - b * sin, b * cos + a * sin).astype(x_BTNH.dtype)

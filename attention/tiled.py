@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attention import one_tile
 from attention.masks import Mask
 from attention.masks.values import FULL, PARTIAL
 from attention.tile_table import tile_table
-from attention.tiles import Head, Plan, Segments, in_tiles, padded
+from attention.tiles import Head, Plan, Segments, from_tiles, in_tiles, padded
 
 if TYPE_CHECKING:
     from attention.ops import Call
@@ -44,16 +45,14 @@ FEW = 32
 DENSE_BYTES = 1 << 30
 
 
-def _dot(a, b, a_axis: int, b_axis: int, dtype):
-    contract = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, contract, preferred_element_type=dtype)
+def _dot(a, b, a_axis: int, b_axis: int):
+    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())))
 
 
-def _dtypes(q, k, v):
-    """Of the operands of products and of sums: float32, or wider where an argument is."""
+def _product_dtype(q, k, v):
+    """Of all products: float32, or wider where an argument is."""
     # Some shapes of XLA's bfloat16 product with float32 sums are not implemented on the CPU.
-    wide = jnp.result_type(q, k, v, jnp.float32)
-    return wide, wide
+    return jnp.result_type(q, k, v, jnp.float32)
 
 
 def _inputs(plan: Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
@@ -108,52 +107,15 @@ def _attend(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
 
 def _forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments):
     arguments = q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments
-    dtype, wide = _dtypes(q_BTNH, k_BSKH, v_BSKE)
+    dtype = _product_dtype(q_BTNH, k_BSKH, v_BSKE)
     q, k, v, segments, *finite = _inputs(plan, *arguments[:3], *arguments[4:])
     finite_BSK = finite[1]
-    (B, padded_T, N), (K, E) = q.shape[:3], v.shape[2:]
+    B, padded_T, N = q.shape[:3]
     k, v = (
         in_tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
     )
-    tiles = plan.table.by_query
-    Y = plan.rows
-
-    def row(n, carry):
-        z, i = n // tiles.num_rows, n % tiles.num_rows
-        head = Head(plan, z // K, z % K)
-        q_YH = head.rows(q, i).astype(dtype) * plan.direction
-
-        def step(j, carry, masked):
-            top_Y, total_Y, sum_YE = carry
-            s_YX = _dot(q_YH, head.tile(k, j), 1, 1, wide)
-            if masked:
-                s_YX = jnp.where(head.allowed(segments, i, j, q_axis=0), s_YX, -jnp.inf)
-            new_Y = jnp.maximum(top_Y, s_YX.max(1))
-            base_Y = jnp.where(new_Y == -jnp.inf, 0, new_Y)
-            p_YX = jnp.exp(plan.size * (s_YX - base_Y[:, None]))
-            keep_Y = jnp.exp(plan.size * (top_Y - base_Y))
-            sum_YE = sum_YE * keep_Y[:, None] + _dot(
-                p_YX.astype(dtype), head.tile(v, j), 1, 0, wide
-            )
-            return new_Y, total_Y * keep_Y + p_YX.sum(1), sum_YE
-
-        carry_Y = jnp.full(Y, -jnp.inf, wide), jnp.zeros(Y, wide), jnp.zeros((Y, E), wide)
-        top_Y, total_Y, sum_YE = plan.over_entries(tiles, i, step, carry_Y)
-        empty_Y = top_Y == -jnp.inf
-        base_Y = jnp.where(empty_Y, 0, top_Y)
-        total_Y = jnp.where(empty_Y, 1, total_Y)
-        lse_Y = plan.size * base_Y + jnp.log(total_Y)
-        share_Y = jnp.where(empty_Y, 0, 1 / total_Y)
-        if sink_N is not None:
-            sink_G = lax.dynamic_slice(sink_N, (head.h * plan.groups,), (plan.groups,))
-            with_sink_Y = jnp.logaddexp(lse_Y, jnp.tile(sink_G.astype(wide), plan.q_tile))
-            share_Y, lse_Y = share_Y * jnp.exp(lse_Y - with_sink_Y), with_sink_Y
-        rows = sum_YE * share_Y[:, None], jnp.where(empty_Y, -jnp.inf, lse_Y), base_Y, share_Y
-        return tuple(head.with_rows(x, i, y) for x, y in zip(carry, rows, strict=True))
-
-    statistic_BTN = jnp.zeros((B, padded_T, N), wide)
-    start = jnp.zeros((B, padded_T, N, E), v_BSKE.dtype), *(statistic_BTN,) * 3
-    out_BTNE, lse_BTN, base_BTN, share_BTN = lax.fori_loop(0, B * K * tiles.num_rows, row, start)
+    forward = _one_tile_forward if plan.is_one_tile else _forward_by_tiles
+    out_BTNE, lse_BTN, base_BTN, share_BTN = forward(plan, q, k, v, sink_N, segments, v_BSKE.dtype)
     nobody_BTN = jnp.zeros((B, padded_T, N), bool)
     bad_key_BTN, bad_BTN = _sees_bad(plan, segments, *finite, nobody_BTN)
     kept = arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, bad_key_BTN, bad_BTN
@@ -162,14 +124,71 @@ def _forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments)
     return (out_BTNE, lse_BTN.swapaxes(1, 2)), kept
 
 
+def _forward_by_tiles(plan: Plan, q, k, v, sink_N, segments, out_dtype):
+    (B, padded_T, N, _), (K, E), dtype = q.shape, (k.shape[1], v.shape[-1]), k.dtype
+    tiles, Y = plan.table.by_query, plan.rows
+
+    def row(n, carry):
+        z, i = n // tiles.num_rows, n % tiles.num_rows
+        head = Head(plan, z // K, z % K)
+        q_YH = head.rows(q, i).astype(dtype) * plan.direction
+
+        def step(j, carry, masked):
+            top_Y, total_Y, sum_YE = carry
+            s_YX = _dot(q_YH, head.tile(k, j), 1, 1)
+            if masked:
+                s_YX = jnp.where(head.allowed(segments, i, j, q_axis=0), s_YX, -jnp.inf)
+            new_Y = jnp.maximum(top_Y, s_YX.max(1))
+            base_Y = jnp.where(new_Y == -jnp.inf, 0, new_Y)
+            p_YX = jnp.exp(plan.size * (s_YX - base_Y[:, None]))
+            keep_Y = jnp.exp(plan.size * (top_Y - base_Y))
+            sum_YE = sum_YE * keep_Y[:, None] + _dot(p_YX, head.tile(v, j), 1, 0)
+            return new_Y, total_Y * keep_Y + p_YX.sum(1), sum_YE
+
+        carry_Y = jnp.full(Y, -jnp.inf, dtype), jnp.zeros(Y, dtype), jnp.zeros((Y, E), dtype)
+        softmax = plan.over_entries(tiles, i, step, carry_Y)
+        sink_Y = None
+        if sink_N is not None:
+            sink_G = lax.dynamic_slice(sink_N, (head.h * plan.groups,), (plan.groups,))
+            sink_Y = jnp.tile(sink_G.astype(dtype), plan.q_tile)
+        rows = _normalised(plan, *softmax, sink_Y)
+        return tuple(head.with_rows(x, i, y) for x, y in zip(carry, rows, strict=True))
+
+    statistic_BTN = jnp.zeros((B, padded_T, N), dtype)
+    start = jnp.zeros((B, padded_T, N, E), out_dtype), *(statistic_BTN,) * 3
+    return lax.fori_loop(0, B * K * tiles.num_rows, row, start)
+
+
+def _one_tile_forward(plan: Plan, q, k, v, sink_N, segments, out_dtype):
+    q_BKYH = in_tiles(q.astype(k.dtype) * plan.direction, plan.q_tile, plan.groups)[:, :, 0]
+    softmax = one_tile.forward(plan, q_BKYH, k[:, :, 0], v[:, :, 0], segments)
+    sink_1KY = None
+    if sink_N is not None:
+        sink_KG = sink_N.astype(k.dtype).reshape(-1, plan.groups)
+        sink_1KY = jnp.tile(sink_KG, (1, plan.q_tile))[None]
+    out_BKYE, *statistics = _normalised(plan, *softmax, sink_1KY)
+    rows = out_BKYE.astype(out_dtype), *statistics
+    return tuple(from_tiles(x[:, :, None], plan.groups) for x in rows)
+
+
+def _normalised(plan: Plan, top_Y, total_Y, sum_YE, sink_Y):
+    """Output, log-sum-exp, base and share of rows whose keys have all been seen."""
+    empty_Y = top_Y == -jnp.inf
+    base_Y = jnp.where(empty_Y, 0, top_Y)
+    total_Y = jnp.where(empty_Y, 1, total_Y)
+    lse_Y = plan.size * base_Y + jnp.log(total_Y)
+    share_Y = jnp.where(empty_Y, 0, 1 / total_Y)
+    if sink_Y is not None:
+        with_sink_Y = jnp.logaddexp(lse_Y, sink_Y)
+        share_Y, lse_Y = share_Y * jnp.exp(lse_Y - with_sink_Y), with_sink_Y
+    return sum_YE * share_Y[..., None], jnp.where(empty_Y, -jnp.inf, lse_Y), base_Y, share_Y
+
+
 def _backward(plan: Plan, kept, cotangents):
     arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, bad_key_BTN, bad_BTN = kept
     sink_N = arguments[3]
-    dtype, wide = _dtypes(*arguments[:3])
+    dtype = _product_dtype(*arguments[:3])
     q, k, v, segments, _, finite_BSK = _inputs(plan, *arguments[:3], *arguments[4:])
-    (B, padded_T, _, H), (K, E) = q.shape, v.shape[2:]
-    tiles, num_q_tiles = plan.table.by_key, plan.table.by_query.num_rows
-
     # Rows that pass no gradient are selected to 0, lest a 0 weight meets inf or NaN.
     empty_BTN = lse_BTN == -jnp.inf
     mute_BTN = empty_BTN | bad_BTN
@@ -177,13 +196,27 @@ def _backward(plan: Plan, kept, cotangents):
     dlse_BTN = padded(cotangents[1].swapaxes(1, 2), plan.q_tile)
     # ds = p · (dp − Σ_j p dp + dlse), and Σ_j p dp = do · out. With p = e · share, the share goes
     # to do and to the sum, which are small, and e alone is as large as the tile.
-    pull_BTN = jnp.where(mute_BTN, 0, (do.astype(wide) * out_BTNE.astype(wide)).sum(-1))
+    pull_BTN = jnp.where(mute_BTN, 0, (do.astype(dtype) * out_BTNE.astype(dtype)).sum(-1))
     pull_BTN = pull_BTN - jnp.where(empty_BTN | bad_key_BTN, 0, dlse_BTN)
     do = jnp.where(mute_BTN[..., None], 0, do * share_BTN[..., None]).astype(dtype)
     q_rows = jnp.where(empty_BTN[..., None], 0, q).astype(dtype) * plan.direction
     q_rows, do, base, pull = (
         in_tiles(x, plan.q_tile, plan.groups) for x in (q_rows, do, base_BTN, pull_BTN * share_BTN)
     )
+
+    backward = _one_tile_backward if plan.is_one_tile else _backward_by_tiles
+    dq, dk, dv = backward(plan, q, k, v, q_rows, do, base, pull, segments, finite_BSK)
+    dsink_N = None
+    if sink_N is not None:
+        weight_BTN = jnp.where(empty_BTN, 0, jnp.exp(sink_N.astype(dtype)[None, None] - lse_BTN))
+        dsink_N = -(weight_BTN * pull_BTN).sum((0, 1)).astype(sink_N.dtype)
+    T, S = plan.num_queries, plan.num_keys
+    return dq[:, :T], dk[:, :S], dv[:, :S], dsink_N, None, None
+
+
+def _backward_by_tiles(plan: Plan, q, k, v, q_rows, do, base, pull, segments, finite_BSK):
+    (B, padded_T, _, H), (K, E), dtype = q.shape, v.shape[2:], q_rows.dtype
+    tiles, num_q_tiles = plan.table.by_key, plan.table.by_query.num_rows
 
     def one_head(z, carry):
         head = Head(plan, z // K, z % K)
@@ -199,41 +232,49 @@ def _backward(plan: Plan, kept, cotangents):
             def step(i, carry, masked):
                 dq_IHY, dk_XH, dv_XE = carry
                 q_YH, do_YE = head.tile(q_rows, i), head.tile(do, i)
-                s_XY = _dot(k_XH, q_YH, 1, 1, wide)
+                s_XY = _dot(k_XH, q_YH, 1, 1)
                 if masked:
                     pairs = head.allowed(segments, i, j, q_axis=1)
                     s_XY = jnp.where(pairs, s_XY, -jnp.inf)
                 e_XY = jnp.exp(plan.size * (s_XY - head.tile(base, i)[None]))
-                ds_XY = e_XY * (_dot(v_XE, do_YE, 1, 1, wide) - head.tile(pull, i)[None])
+                ds_XY = e_XY * (_dot(v_XE, do_YE, 1, 1) - head.tile(pull, i)[None])
                 if masked:
                     ds_XY = jnp.where(pairs, ds_XY, 0)
-                ds_XY = ds_XY.astype(dtype)
                 dq_HY = lax.dynamic_index_in_dim(dq_IHY, i, 0, keepdims=False)
-                dq_HY = dq_HY + _dot(k_HX, ds_XY, 1, 0, wide)
+                dq_HY = dq_HY + _dot(k_HX, ds_XY, 1, 0)
                 return (
                     lax.dynamic_update_index_in_dim(dq_IHY, dq_HY, i, 0),
-                    dk_XH + _dot(ds_XY, q_YH, 1, 0, wide),
-                    dv_XE + _dot(e_XY.astype(dtype), do_YE, 1, 0, wide),
+                    dk_XH + _dot(ds_XY, q_YH, 1, 0),
+                    dv_XE + _dot(e_XY, do_YE, 1, 0),
                 )
 
-            zeros = jnp.zeros((plan.k_tile, H), wide), jnp.zeros((plan.k_tile, E), wide)
+            zeros = jnp.zeros((plan.k_tile, H), dtype), jnp.zeros((plan.k_tile, E), dtype)
             dq_IHY, dk_XH, dv_XE = plan.over_entries(tiles, j, step, (dq_IHY, *zeros))
             dk = head.with_keys(dk, j, jnp.where(usable_X1, dk_XH * plan.size, 0))
             return dq_IHY, dk, head.with_keys(dv, j, jnp.where(usable_X1, dv_XE, 0))
 
         dq, dk, dv = carry
-        dq_IHY = jnp.zeros((num_q_tiles, H, plan.rows), wide)
+        dq_IHY = jnp.zeros((num_q_tiles, H, plan.rows), dtype)
         dq_IHY, dk, dv = lax.fori_loop(0, tiles.num_rows, column, (dq_IHY, dk, dv))
         dq_TGH = (dq_IHY.swapaxes(1, 2) * plan.scale).reshape(padded_T, plan.groups, H)
         return head.with_all_rows(dq, dq_TGH), dk, dv
 
-    dq, dk, dv = lax.fori_loop(0, B * K, one_head, tuple(map(jnp.zeros_like, (q, k, v))))
-    dsink_N = None
-    if sink_N is not None:
-        weight_BTN = jnp.where(empty_BTN, 0, jnp.exp(sink_N.astype(wide)[None, None] - lse_BTN))
-        dsink_N = -(weight_BTN * pull_BTN).sum((0, 1)).astype(sink_N.dtype)
-    T, S = plan.num_queries, plan.num_keys
-    return dq[:, :T], dk[:, :S], dv[:, :S], dsink_N, None, None
+    return lax.fori_loop(0, B * K, one_head, tuple(map(jnp.zeros_like, (q, k, v))))
+
+
+def _one_tile_backward(plan: Plan, q, k, v, q_rows, do, base, pull, segments, finite_BSK):
+    usable = finite_BSK[..., None]
+    k_BKXH, v_BKXE = (
+        in_tiles(jnp.where(usable, x, 0).astype(q_rows.dtype), plan.k_tile)[:, :, 0] for x in (k, v)
+    )
+    rows = (x[:, :, 0] for x in (do, base, pull))
+    gradients = one_tile.backward(plan, q_rows[:, :, 0], k_BKXH, v_BKXE, *rows, segments)
+    dq, dk, dv = (
+        from_tiles(x[:, :, None], groups)
+        for x, groups in zip(gradients, (plan.groups, 1, 1), strict=True)
+    )
+    dk, dv = jnp.where(usable, dk * plan.size, 0), jnp.where(usable, dv, 0)
+    return (dq * plan.scale).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 _attend.defvjp(_forward, _backward)

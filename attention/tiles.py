@@ -44,6 +44,11 @@ class Plan:
         return self.q_tile * self.groups
 
     @property
+    def is_one_tile(self) -> bool:
+        """Whether all queries and all keys are in one tile, and none is padding."""
+        return (self.q_tile, self.k_tile) == (self.num_queries, self.num_keys)
+
+    @property
     def direction(self) -> float:
         """scale = direction · size; −1, 0 or 1 multiplies queries exactly in any precision."""
         return float(np.sign(self.scale))
@@ -70,6 +75,7 @@ class Plan:
         return carry
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
     """Documents of queries and keys, 0 for padding, or None where the caller gave none."""
@@ -161,6 +167,13 @@ def in_tiles(x_BLNx: jax.Array, tile: int, heads: int = 1) -> jax.Array:
     x = x_BLNx.reshape(B, length // tile, tile, N // heads, heads, *rest)
     x = x.transpose(0, 3, 1, 2, 4, *range(5, x.ndim))
     return x.reshape(B, N // heads, length // tile, tile * heads, *rest)
+
+
+def from_tiles(x_BKIYx: jax.Array, heads: int = 1) -> jax.Array:
+    """(B, N/heads, tiles, tile · heads, …) → (B, length, N, …): the inverse of ``in_tiles``."""
+    B, K, num_tiles, Y, *rest = x_BKIYx.shape
+    x = x_BKIYx.reshape(B, K, num_tiles * Y // heads, heads, *rest)
+    return x.swapaxes(1, 2).reshape(B, num_tiles * Y // heads, K * heads, *rest)
 
 
 def _corner(x: jax.Array, *index) -> tuple[jax.Array, ...]:

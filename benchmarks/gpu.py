@@ -13,20 +13,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib.util
 import json
 import pathlib
 import statistics
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 
 from attention.masks import Causal, Global, Mask, Window
 from attention.ops import attend, explain
-from benchmarks import gpu_checks
+from benchmarks import gpu_checks, timing
+from benchmarks.cases import PROGRAMS, program
 
 OURS, CUDNN, SDPA, FLEX = "ours", "cuDNN", "SDPA", "FlexAttention"
 NOT_MEASURED = "not yet measured on a card"
@@ -116,16 +117,6 @@ def ours(case: Case):
     return lambda q, k, v: attend(q, k, v, case.mask, implementation="gpu")
 
 
-def programs(case: Case, attention) -> dict:
-    """Forward, and forward with all gradients."""
-
-    def both(q, k, v, do):
-        out, backward = jax.vjp(attention, q, k, v)
-        return out, backward(do)
-
-    return {"forward": jax.jit(lambda q, k, v, do: attention(q, k, v)), "both": jax.jit(both)}
-
-
 def in_turns(case: Case, peers: dict) -> dict[str, Times]:
     """Median seconds of a call of every peer; peers take turns, so that all see the same clock."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -137,23 +128,23 @@ def in_turns(case: Case, peers: dict) -> dict[str, Times]:
     ready, times = {}, {}
     for name, peer in peers.items():
         try:
-            ready[name] = programs(case, peer(case))
-            for program in ready[name].values():
-                jax.block_until_ready(program(*arrays))
+            programs = {what: program(peer(case), what) for what in PROGRAMS}
+            for run in programs.values():
+                jax.block_until_ready(run(*arrays))
+            ready |= {(name, what): run for what, run in programs.items()}
         except Exception as error:  # reported in the table instead of a number
-            ready.pop(name, None)
             times[name] = Times(error=f"{type(error).__name__}: {error}".splitlines()[0])
-    samples = {(name, what): [] for name in ready for what in ready[name]}
-    for _ in range(case.repeats):
-        for (name, what), taken in samples.items():
-            start = time.perf_counter()
-            for _ in range(case.calls):
-                result = ready[name][what](*arrays)
-            jax.block_until_ready(result)
-            taken.append((time.perf_counter() - start) / case.calls)
-    for name in ready:
-        medians = {what: statistics.median(samples[name, what]) for what in ready[name]}
-        times[name] = Times(**medians)
+    samples = timing.in_turns(
+        {
+            key: functools.partial(
+                timing.seconds_of, run, *arrays, calls=case.calls, pipelined=True
+            )
+            for key, run in ready.items()
+        },
+        case.repeats,
+    )
+    for name, _ in ready:
+        times[name] = Times(*(statistics.median(samples[name, what]) for what in PROGRAMS))
     return times
 
 

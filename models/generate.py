@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -90,16 +91,37 @@ def _generate(
         step_key = jax.random.fold_in(key, index)
         return jax.random.categorical(step_key, logits_BV / temperature).astype(jnp.int32)
 
+    first_B = choose(logits_BV, 0)
+    tokens_TB, caches = follow(model, first_B, segments_BT.sum(1), caches, num_tokens - 1, choose)
+    return jnp.concatenate([first_B[:, None], tokens_TB.T], axis=1), caches
+
+
+def follow(
+    model: Decoder,
+    token_B: jax.Array,
+    position_B: jax.Array,
+    caches: list,
+    num_tokens: int,
+    choose: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, list]:
+    """The tokens that follow ``token_B``, which stands at ``position_B``, one at a time.
+
+    Args:
+      choose: (logits (B, V), which token after the first) → the next ids (B,).
+
+    Returns:
+      The new tokens (num_tokens, B), and the caches.
+    """
+
     def step(carry, index):
         token_B, position_B, caches = carry
         logits_B1V, caches = model(token_B[:, None], position_B[:, None], caches=caches)
         token_B = choose(logits_B1V[:, 0], index)
         return (token_B, position_B + 1, caches), token_B
 
-    first_B = choose(logits_BV, 0)
-    carry = (first_B, segments_BT.sum(1), caches)
-    (_, _, caches), tokens_TB = jax.lax.scan(step, carry, jnp.arange(1, num_tokens))
-    return jnp.concatenate([first_B[:, None], tokens_TB.T], axis=1), caches
+    carry = token_B, position_B, caches
+    (_, _, caches), tokens_TB = jax.lax.scan(step, carry, jnp.arange(1, num_tokens + 1))
+    return tokens_TB, caches
 
 
 def _check(model, prompt_BT, segments_BT, lengths, num_tokens, temperature, key) -> None:

@@ -207,7 +207,7 @@ def test_uv_makes_and_fills_the_environment(machine: Machine, tmp_path: Path):
 
 def test_make_alone_prints_help(machine: Machine):
     printed = machine.make()
-    for target in ("setup", "train", "eval", "test", "lint"):
+    for target in ("setup", "train", "eval", "bench", "test", "lint"):
         assert f"make {target} " in printed
 
 
@@ -232,6 +232,17 @@ def test_make_passes_its_variables_on(machine: Machine, arguments: list[str], la
     printed = machine.make("--dry-run", *arguments, CONFIG="other.py", WORKDIR="w", ARGS="-x")
     last_line = printed.splitlines()[-1]
     assert " ".join(last_line.split()) == f".venv/bin/python {last_command}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"), [([], ""), (["TORCH_PYTHON=/t/python"], "--torch_python=/t/python")]
+)
+def test_make_bench_runs_the_short_forms(machine: Machine, arguments: list[str], option: str):
+    printed = " ".join(machine.make("--dry-run", "bench", *arguments).split())
+    assert "for benchmark in train_step attention decode; do" in printed
+    assert (
+        " ".join(f".venv/bin/python -m benchmarks.$benchmark --short {option}".split()) in printed
+    )
 
 
 def test_make_sets_up_first(machine: Machine):

@@ -1,0 +1,162 @@
+"""What the measured attention says about the table of claims, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from benchmarks.cases import DENSE, FLEX, JAX_NN, OURS, SDPA, WINDOW
+from benchmarks.report import Goal, Verdict
+from benchmarks.timing import Estimate, exponent, ratio
+
+# A power of the length fitted to four lengths or fewer is uncertain by about this much: dispatch
+# counts for more at the short end, caches at the long one.
+SQUARE, LINE = (1.7, 2.3), (0.7, 1.3)
+# Heads of equal total width have equal products; their softmaxes differ.
+EQUAL = 1.5
+SEVERAL = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one benchmark; keys are (variant, implementation, T, program).
+
+    Attributes:
+      seconds: samples, a turn each.
+      peaks: bytes of temporaries and outputs.
+    """
+
+    seconds: Mapping[tuple, list[float]]
+    peaks: Mapping[tuple, int]
+
+    def median(self, *key) -> float:
+        return Estimate.of(self.seconds[key]).median
+
+    def lengths(self, variant: str, implementation: str, program: str, of: str = "seconds"):
+        """Lengths at which it was measured, ascending."""
+        start, end = (variant, implementation), (program,)
+        return sorted(k[2] for k in getattr(self, of) if (k[:2], k[3:]) == (start, end))
+
+    def exponent(self, variant: str, implementation: str = OURS, program: str = "both") -> float:
+        """Of time against T; ValueError where it was measured at fewer than two lengths."""
+        lengths = self.lengths(variant, implementation, program)
+        times = [self.median(variant, implementation, T, program) for T in lengths]
+        return exponent(lengths, times)
+
+    def peak_exponent(self, variant: str, implementation: str, program: str = "both") -> float:
+        """Of peak bytes against T."""
+        lengths = self.lengths(variant, implementation, program, "peaks")
+        return exponent(lengths, [self.peaks[variant, implementation, T, program] for T in lengths])
+
+    def speed_up(self, variant: str, peer: str, T: int, program: str) -> float:
+        """How many times as fast ours is; KeyError where one of both was not measured."""
+        theirs, ours = (self.seconds[variant, name, T, program] for name in (peer, OURS))
+        return ratio(theirs, ours).median
+
+
+def _within(value: float, bounds: tuple[float, float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
+
+
+def _heads(measured: Measured) -> tuple[bool, str]:
+    T = max(measured.lengths("one_head", OURS, "both"))
+    many, one = (measured.median(name, OURS, T, "both") for name in ("causal", "one_head"))
+    return max(many / one, one / many) <= EQUAL, (
+        f"T = {T:,}, forward and backward: 4 heads of 64 take {many / one:.2f} times as long as "
+        f"one of 256 (equal within {EQUAL} ×); the parameters are 4d² either way"
+    )
+
+
+def _square(measured: Measured) -> tuple[bool, str]:
+    dense, ours = measured.exponent("causal", DENSE), measured.exponent("causal")
+    return _within(dense, SQUARE) and _within(ours, SQUARE), (
+        f"time ~ T^{dense:.2f} dense, T^{ours:.2f} tiled"
+    )
+
+
+def _stored(measured: Measured) -> tuple[bool, str]:
+    power = measured.peak_exponent("causal", DENSE, "forward")
+    T = max(measured.lengths("causal", DENSE, "forward", "peaks"))
+    scores = 4 * 4 * T**2
+    peak = measured.peaks["causal", DENSE, T, "forward"]
+    return _within(power, SQUARE) and peak >= scores, (
+        f"the dense program takes {peak / 2**20:,.0f} MiB at T = {T:,}, of which one array of "
+        f"4 × T × T scores is {scores / 2**20:,.0f}; bytes ~ T^{power:.2f}; at 32,768 that is "
+        f"{32_768**2 / 1e9:.2f}·10⁹ scores a head"
+    )
+
+
+def _flash(measured: Measured) -> tuple[bool, str]:
+    power, time = measured.peak_exponent("causal", OURS), measured.exponent("causal")
+    T = max(measured.lengths("causal", DENSE, "both"))
+    faster = measured.speed_up("causal", DENSE, T, "both")
+    right = _within(power, LINE) and _within(time, SQUARE) and faster >= SEVERAL
+    return right, (
+        f"tiles take {measured.peaks['causal', OURS, T, 'both'] / 2**20:,.0f} MiB at T = {T:,} "
+        f"against {measured.peaks['causal', DENSE, T, 'both'] / 2**20:,.0f} dense; bytes ~ "
+        f"T^{power:.2f}, time ~ T^{time:.2f}, {faster:.1f} times as fast as dense"
+    )
+
+
+def _window(measured: Measured) -> tuple[bool, str]:
+    powers = {name: measured.exponent(name) for name in ("window", "longformer")}
+    return all(_within(power, LINE) for power in powers.values()), (
+        f"window of {WINDOW} " + ", ".join(f"{n}: time ~ T^{p:.2f}" for n, p in powers.items())
+    )
+
+
+def _linear(measured: Measured) -> tuple[bool, str]:
+    power, peak = measured.exponent("linear"), measured.peak_exponent("linear", OURS)
+    return _within(power, LINE) and _within(peak, LINE), (
+        f"time ~ T^{power:.2f}, bytes ~ T^{peak:.2f}; token by token: benchmarks.decode"
+    )
+
+
+ROWS: dict[str, tuple[str, Callable[[Measured], tuple[bool, str]]]] = {
+    "13": ("h heads of width d/h cost as much as one head of width d", _heads),
+    "21": ("attention's time grows with T²", _square),
+    "22": ("a plain implementation stores T × T scores", _stored),
+    "26": ("tiles: memory linear in T, several times faster, T² arithmetic", _flash),
+    "27": ("a window costs T · w, and a few global tokens little more", _window),
+    "28": ("linear attention costs T", _linear),
+}
+
+
+def verdicts(measured: Measured) -> list[Verdict]:
+    """Of every row that attention alone can decide."""
+    return [_verdict(row, claim, decide, measured) for row, (claim, decide) in ROWS.items()]
+
+
+def _verdict(row: str, claim: str, decide: Callable, measured: Measured) -> Verdict:
+    try:
+        return Verdict(row, claim, *decide(measured))
+    except (KeyError, ValueError):
+        why = "its variants were not measured, or at fewer than two lengths"
+        return Verdict(row, claim, None, why)
+
+
+# (variant, peer) → how many times as fast ours is to be, forward and with the gradients.
+GOALS = {
+    ("causal", SDPA): (1.2, 1.2),
+    ("window", SDPA): (8.0, 7.0),
+    ("causal", JAX_NN): (6.0, 7.0),
+    ("window", JAX_NN): (30.0, 30.0),
+}
+GOAL_LENGTH = 8192
+
+
+def goals(measured: Measured) -> list[Goal]:
+    """The speed-ups that are wanted at 8,192 tokens."""
+    result = []
+    for (variant, peer), wanted in GOALS.items():
+        for program, least in zip(("forward", "both"), wanted, strict=True):
+            try:
+                reached = measured.speed_up(variant, peer, GOAL_LENGTH, program)
+            except KeyError:
+                reached = None
+            name = f"{variant} {GOAL_LENGTH:,}, {program}, beside {peer}"
+            result.append(Goal(name, least, reached))
+    return result
+
+
+NAMES = OURS, DENSE, JAX_NN, SDPA, FLEX

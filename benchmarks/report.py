@@ -1,0 +1,135 @@
+"""What a benchmark leaves behind: a Markdown report, a CSV of all samples, a picture."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+from matplotlib.figure import Figure
+
+from analysis.plots import COLOURS, STYLES
+
+MARKERS = "os^Dv<>*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a measurement says about a row of the table of claims.
+
+    Attributes:
+      row: its number.
+      claim: in short.
+      confirmed: None where it could not be measured.
+      figures: what was measured, or why it was not.
+    """
+
+    row: str
+    claim: str
+    confirmed: bool | None
+    figures: str
+
+    def __str__(self):
+        word = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT MEASURED"}[self.confirmed]
+        return f"row {self.row} {word}: {self.claim} — {self.figures}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """How many times as fast as a peer ours is to be, and how many times it is; None: not known."""
+
+    name: str
+    wanted: float
+    reached: float | None
+
+    def __str__(self):
+        if self.reached is None:
+            return f"goal {self.name}: at least {self.wanted} ×, not measured"
+        word = "reached" if self.reached >= self.wanted else "NOT reached"
+        return f"goal {self.name}: at least {self.wanted} ×, {word} with {self.reached:.2f} ×"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def items(lines: Iterable[object]) -> str:
+    """A list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def missing(errors: Mapping[str, str]) -> list[str]:
+    """A section on what could not be measured and why, where there is such."""
+    lines = items(f"{what}: {why}" for what, why in errors.items())
+    return [f"Not measured:\n\n{lines}"] if errors else []
+
+
+def machine(torch: str) -> str:
+    """One line on what was measured on; ``torch`` says which, or why there is none."""
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    kind = f"{cores} CPU cores" if device.platform == "cpu" else device.device_kind
+    return f"{kind} ({platform.machine()}), jax {jax.__version__}; {torch}"
+
+
+def write(folder: Path, name: str, sections: Sequence[str], samples: Iterable[Mapping]) -> None:
+    """Writes ``<name>.md`` and ``<name>.csv``, and prints the first."""
+    path = folder / f"{name}.md"
+    path.write_text("\n\n".join(sections) + "\n")
+    samples = list(samples)
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(samples[0]) if samples else ["seconds"])
+        writer.writeheader()
+        writer.writerows(samples)
+    print("\n\n".join(sections), f"\n\nsaved {path}", sep="")
+
+
+def draw(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    path: Path,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Lines of (x, y) points by name in panels side by side, on logarithmic axes.
+
+    A name looks the same in every panel.
+    """
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    figure = Figure(figsize=(5.5 * len(panels), 5.2), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, lines) in zip(grid, panels.items(), strict=True):
+        for name, points in lines.items():
+            i = names.index(name)
+            axes.plot(
+                *zip(*points, strict=True),
+                label=name,
+                color=COLOURS[i % len(COLOURS)],
+                linestyle=STYLES[i // len(COLOURS) % len(STYLES)],
+                marker=MARKERS[i % len(MARKERS)],
+                markersize=4,
+                lw=1.5,
+            )
+        xs = sorted({x for points in lines.values() for x, _ in points})
+        axes.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
+        axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel(ylabel)
+    figure.legend(*_entries(grid), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _entries(grid):
+    """Handles and labels of all panels, each name once."""
+    entries = {}
+    for axes in grid:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    return list(entries.values()), list(entries)
