@@ -103,7 +103,7 @@ def measure(
             programs = ours_and_jax(variant, T, peaks)
             if torch is not None:
                 # FlexAttention compiles for a good part of a minute, at every length anew.
-                names = (SDPA, FLEX) if T == max(lengths) else (SDPA,)
+                names = (SDPA, FLEX) if max(lengths) == T else (SDPA,)
                 programs |= in_torch(torch, names, variant, T, peaks, errors)
             seconds |= in_turns(programs, repeats)
             for _, name, _, what in programs:
