@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attention.rope import Rope
 
@@ -75,5 +76,20 @@ def project(x_BTD: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
     three times slower than that of the same data as a matrix.
     """
     tokens, inner = x_BTD.shape[:-num_in], math.prod(x_BTD.shape[-num_in:])
-    product = x_BTD.reshape(-1, inner) @ w.astype(x_BTD.dtype).reshape(inner, -1)
+    product = _product(x_BTD.reshape(-1, inner), w.astype(x_BTD.dtype).reshape(inner, -1))
     return product.reshape(*tokens, *w.shape[num_in:])
+
+
+@jax.custom_vjp
+def _product(x_MI, w_IO):
+    return x_MI @ w_IO
+
+
+def _product_gradients(kept, dy_MO):
+    x_MI, w_IO = kept
+    # Transposed before and not in the product, which takes half as long again on the CPU.
+    w_OI = lax.optimization_barrier(w_IO.T)
+    return dy_MO @ w_OI, x_MI.T @ dy_MO
+
+
+_product.defvjp(lambda x_MI, w_IO: (x_MI @ w_IO, (x_MI, w_IO)), _product_gradients)
