@@ -18,7 +18,7 @@ from attention.reference import Dropout
 from attention.tile_table import tile_table
 from attention.tiles import Plan
 from tests import oracles
-from tests.oracles import assert_close, chk, standard, visible_pairs
+from tests.oracles import assert_close, visible_pairs
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MiB = 1 << 20
@@ -114,16 +114,6 @@ def test_the_scale_may_be_any_number(scale):
     got = in_tiles(q, k, v, do, dlse, Causal(), (8, 8), scale=scale)
     visible = visible_pairs(lambda i, j: j <= i, 1, 20, 20)
     assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse, scale=scale))
-
-
-@pytest.mark.parametrize("sizes", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
-def test_case_T2(sizes):
-    """Unequal tiles drop nothing, forward or backward."""
-    inputs = (x.astype(np.float32) for x in standard(1, 384, 384, 1, 1, 16, 16))
-    got = in_tiles(*inputs, np.zeros((1, 1, 384), np.float32), Causal(), sizes)
-    right = {"out": 0.184965909, "dq": 0.050644703, "dk": -0.046148385, "dv": 1.030521938}
-    for name, number in right.items():
-        assert chk(getattr(got, name)) == pytest.approx(number, abs=1e-4), name
 
 
 def test_float64_stays_float64():
