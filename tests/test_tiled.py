@@ -18,7 +18,7 @@ from attention.reference import Dropout
 from attention.tile_table import tile_table
 from attention.tiles import Plan
 from tests import oracles
-from tests.oracles import assert_close, visible_pairs
+from tests.oracles import assert_close, chk, standard, visible_pairs
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MiB = 1 << 20
@@ -114,6 +114,23 @@ def test_the_scale_may_be_any_number(scale):
     got = in_tiles(q, k, v, do, dlse, Causal(), (8, 8), scale=scale)
     visible = visible_pairs(lambda i, j: j <= i, 1, 20, 20)
     assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse, scale=scale))
+
+
+@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize(
+    ("T", "numbers"),
+    [
+        (7, (0.081170138, 0.094857367, -0.224473432, 3.412138008)),
+        (129, (0.277087849, 0.142055630, -0.149609252, 4.456847175)),
+        (300, (0.228822077, 0.138171060, -0.144926871, 4.236733583)),
+    ],
+)
+def test_case_T1(T, numbers, side):
+    """Lengths that the tile does not divide, with both sides of the case."""
+    inputs = (x.astype(np.float32) for x in standard(1, T, T, 2, 2, 16, 16))
+    got = in_tiles(*inputs, np.zeros((1, 2, T), np.float32), Causal(), (side, side))
+    for name, number in zip(("out", "dq", "dk", "dv"), numbers, strict=True):
+        assert chk(getattr(got, name)) == pytest.approx(number, abs=5e-5), name
 
 
 def test_float64_stays_float64():
