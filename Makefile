@@ -9,7 +9,7 @@ WORKDIR =
 TORCH_PYTHON =
 ARGS =
 
-.PHONY: help setup setup-dev setup-aot train eval bench test test-aot lint format
+.PHONY: help setup setup-dev setup-aot train eval bench test test-kernels test-aot lint format
 
 help:
 	@echo 'make setup                           install requirements.txt into .venv'
@@ -17,6 +17,7 @@ help:
 	@echo 'make eval  [WORKDIR=runs/gqa]        evaluate a run folder'
 	@echo 'make bench [TORCH_PYTHON=PATH]       time steps, attention and decoding, beside PyTorch if given'
 	@echo 'make test  [ARGS="-k masks"]         run the tests'
+	@echo 'make test-kernels                    run the kernels in interpreters, on any machine'
 	@echo 'make test-aot                        compile the kernels for TPUs and GPUs, none needed'
 	@echo 'make lint                            check style and format'
 	@echo 'make format                          repair style and format'
@@ -48,13 +49,17 @@ bench: setup
 test: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
+# The cases that all implementations share, for the TPU and GPU kernels in their interpreters.
+test-kernels: setup-dev
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m interpreted $(ARGS)
+
 # A process for each case: a compiler that gives up takes its process with it. xargs fails when one
 # of them fails. An environment of its own: with a TPU's library in it, jax looks for a TPU.
 AOT_CHECKS = benchmarks.aot_tpu benchmarks.aot_gpu
 test-aot: setup-aot
 	@for check in $(AOT_CHECKS); do \
 	    cases=$$($(AOT_PYTHON) -m $$check --list) || exit 1; \
-	    printf '%s\n' $$cases | xargs -n 1 -P 2 $(AOT_PYTHON) -m $$check || exit 1; \
+	    printf '%s\n' $$cases | xargs -n 2 -P 2 $(AOT_PYTHON) -m $$check || exit 1; \
 	done
 
 lint: setup-dev

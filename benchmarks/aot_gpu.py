@@ -1,8 +1,7 @@
 """Compiles the GPU kernels for real GPUs on a machine without one, and prints what they need.
 
-    python -m benchmarks.aot_gpu --list      the cases, one a line
-    python -m benchmarks.aot_gpu causal-64   one case, forward and backward, for all GPUs, each in
-                                             a process of its own
+    python -m benchmarks.aot_gpu --list           cases and targets, a pair a line
+    python -m benchmarks.aot_gpu causal-64 H100   one of them, forward and backward
 
 It proves that the compiler takes the kernels, that they fit into shared memory and that no
 register is spilled; never that their numbers are right or their speed good. Needs
@@ -11,13 +10,13 @@ requirements-aot.txt; ``make test-aot`` runs all cases.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import ctypes
 import dataclasses
 import os
 import re
-import subprocess
 import sys
-import time
+import tempfile
 
 os.environ.update(
     JAX_PLATFORMS="cpu",
@@ -26,13 +25,13 @@ os.environ.update(
     MOSAIC_GPU_DUMP_HOST_LLVM="1",  # the launch, which names the bytes of shared memory
 )
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from attention import ops
-from attention.masks import Causal, First, Full, Global, Mask, Window
+from attention.masks import Causal, First, Full, Global, Prefix, Window
 from attention.pallas import gpu
+from benchmarks import aot
+from benchmarks.aot import LINEAR, LONG, Case
 
 SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
 
@@ -55,40 +54,40 @@ MEMORY = {"H100": 84_942_979_072, "H200": 150_754_820_096}
 KERNELS = {"forward_kernel", "dq_kernel", "dkv_kernel"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Shapes of one call; letters as in ``attention``."""
-
-    mask: Mask
-    T: int = 4096
-    S: int = 4096
-    B: int = 2
-    N: int = 8
-    K: int = 8
-    H: int = 128
-    E: int = 128
-    dtype: str = "bfloat16"
-    sink: bool = False
-
-
-LONG = 32_768
 CASES = {
-    "causal-64": Case(Causal(), H=64, E=64),
-    "causal-128": Case(Causal()),
-    "causal-float16-64": Case(Causal(), H=64, E=64, dtype="float16"),
-    "causal-float16-128": Case(Causal(), dtype="float16"),
-    "causal-80": Case(Causal(), H=80, E=80),
-    "causal-128-64": Case(Causal(), E=64),
-    "causal-64-128": Case(Causal(), H=64),
-    "causal-8-to-1": Case(Causal(), K=1),
+    "causal-64": Case(Causal(), K=8, H=64, E=64),
+    "causal-128": Case(Causal(), K=8),
+    "causal-float16-64": Case(Causal(), K=8, H=64, E=64, dtype="float16"),
+    "causal-float16-128": Case(Causal(), K=8, dtype="float16"),
+    "causal-80": Case(Causal(), K=8, H=80, E=80),
+    "causal-128-64": Case(Causal(), K=8, E=64),
+    "causal-64-128": Case(Causal(), K=8, H=64),
+    "causal-8-to-1": Case(Causal()),
     "full": Case(Full()),
     "cross-odd-lengths": Case(Full(), T=1000, S=777, N=4, K=4, H=64, E=64),
     "decode": Case(Causal(), T=1, S=LONG),
-    "window-1024": Case(Window(1024), T=LONG, S=LONG, B=1),
-    "window-4096": Case(Window(4096), T=LONG, S=LONG, B=1, K=1),
+    "window-1024": Case(Window(1024), T=LONG, S=LONG, B=1, K=8),
+    "window-4096": Case(Window(4096), T=LONG, S=LONG, B=1),
     "longformer": Case(Window(256, ahead=255) | Global(4), T=LONG, S=LONG, B=1),
     "longformer-scattered": Case(Window(200, ahead=199) | Global((3, 100, 500)), K=2),
     "streaming-sink": Case(Causal() & (Window(4096) | First(4)), T=LONG, S=LONG, B=1, sink=True),
+    "many-parts": Case(Causal() & (Window(64) | First(4) | Global((100, 200)))),
+    "many-parts-float16": Case(
+        (Causal() & (Window(64) | First(4) | Global((100, 200)))) | Prefix(33) & ~Window(7),
+        T=1000,
+        S=777,
+        dtype="float16",
+    ),
+    # Case H1. Twice the length takes twice the memory.
+    "window-128-memory": Case(
+        Window(128), T=16_384, S=16_384, B=1, N=1, H=64, E=64, temporary_bytes=LINEAR
+    ),
+    "longformer-128-memory": Case(
+        Window(128, ahead=127) | Global(4),
+        **dict(T=LONG, S=LONG, B=1, N=1, H=64, E=64, temporary_bytes=2 * LINEAR),
+    ),
+    "too-many-registers": Case(Causal(), tile=(("dkv_queries", 128),), fails="are spilled"),
+    "too-large-a-tile": Case(Causal(), tile=(("forward_keys", 256),), fails="hared memory"),
 }
 
 
@@ -107,8 +106,8 @@ class Usage:
         )
 
 
-def compile_case(case: Case, name: str) -> None:
-    """Outputs and, from their cotangents, gradients in one program."""
+def compiled(case: Case, name: str):
+    """The program of a case for a GPU that is described, not present."""
     device = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
@@ -122,33 +121,30 @@ def compile_case(case: Case, name: str) -> None:
             device_kind=device.device_kind, num_cores=device.core_count, platform="gpu"
         ),
     )
-
-    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-
-    none = dict.fromkeys(field.name for field in dataclasses.fields(ops.Call))
-    arrays = {
-        "q_BTNH": array((case.B, case.T, case.N, case.H), case.dtype),
-        "k_BSKH": array((case.B, case.S, case.K, case.H), case.dtype),
-        "v_BSKE": array((case.B, case.S, case.K, case.E), case.dtype),
-    }
-    if case.sink:
-        arrays["sink_N"] = array((case.N,), "float32")
-    cotangents = (
-        array((case.B, case.T, case.N, case.E), case.dtype),
-        array((case.B, case.N, case.T), "float32"),
-    )
-
-    def program(arrays, cotangents):
-        def attention(arrays):
-            return gpu.run(ops.Call(**(none | arrays | {"mask": case.mask, "scale": case.H**-0.5})))
-
-        outputs, gradient = jax.vjp(attention, arrays)
-        return outputs, gradient(cotangents)
-
     with use_abstract_mesh(mesh):
-        lowered = jax.jit(program).trace(arrays, cotangents).lower(lowering_platforms=("cuda",))
-    lowered.compile()
+        lowered = aot.traced(case, gpu, device).lower(lowering_platforms=("cuda",))
+    return lowered.compile()
+
+
+@contextlib.contextmanager
+def printed_by_compiler():
+    """A list that holds, afterwards, the text that this process has printed, libraries included."""
+    text = []
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        own = {number: os.dup(number) for number in (1, 2)}
+        for number in own:
+            os.dup2(file.fileno(), number)
+        try:
+            yield text
+        finally:
+            sys.stdout.flush()
+            ctypes.CDLL(None).fflush(None)
+            for number, copy in own.items():
+                os.dup2(copy, number)
+                os.close(copy)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
 
 
 def usage_by_kernel(text: str) -> dict[str, Usage]:
@@ -171,19 +167,16 @@ def usage_by_kernel(text: str) -> dict[str, Usage]:
     }
 
 
-def check(case: str, name: str) -> str:
+def check(case: Case, name: str) -> str:
     """Compiles; returns what was used.
 
     Raises:
-      RuntimeError: the compiler fails, or a kernel is missing, spills registers, waits after
-        every wgmma, or needs too much shared memory.
+      RuntimeError: a kernel is missing, spills registers, waits after every wgmma, or needs too
+        much shared memory.
     """
-    # A process per GPU: a kernel that was compiled before is taken from a cache, silently.
-    command = [sys.executable, "-m", "benchmarks.aot_gpu", case, "--only", name]
-    process = subprocess.run(command, capture_output=True, text=True)
-    text = process.stdout + process.stderr
-    if process.returncode:
-        raise RuntimeError(text.strip().splitlines()[-1] if text.strip() else "no output")
+    with printed_by_compiler() as printed:
+        executable = compiled(case, name)
+    text = printed[0]
     usage = usage_by_kernel(text)
     if set(usage) != KERNELS:
         raise RuntimeError(f"expected the kernels {sorted(KERNELS)}, found {sorted(usage)}")
@@ -193,38 +186,13 @@ def check(case: str, name: str) -> str:
         raise RuntimeError(f"shared memory above {SHARED_MEMORY} bytes: {_table(usage)}")
     if "serialized" in text:
         raise RuntimeError("ptxas serialises wgmma: an accumulator is touched while in flight")
-    return _table(usage)
+    temporary = aot.check_memory(case, executable)
+    return f"{_table(usage)}; temporary {temporary / 2**20:.0f} MiB"
 
 
 def _table(usage: dict[str, Usage]) -> str:
     return "; ".join(f"{kernel} {used}" for kernel, used in sorted(usage.items()))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", nargs="?", choices=list(CASES))
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--only", choices=list(MEMORY), help="compile here, check nothing")
-    arguments = parser.parse_args()
-    if arguments.list:
-        print("\n".join(CASES))
-        return 0
-    if arguments.case is None:
-        parser.error("name a case, or ask for --list")
-    if arguments.only is not None:
-        compile_case(CASES[arguments.case], arguments.only)
-        return 0
-    failed = False
-    for name in MEMORY:
-        start = time.perf_counter()
-        try:
-            result = f"ok: {check(arguments.case, name)}"
-        except RuntimeError as error:
-            failed, result = True, f"FAILED: {error}"
-        seconds = time.perf_counter() - start
-        print(f"{name} {arguments.case} ({seconds:.1f} s) {result}", flush=True)
-    return int(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(aot.main(__doc__, CASES, MEMORY, check))

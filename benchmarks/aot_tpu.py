@@ -1,7 +1,7 @@
 """Compiles the TPU kernels for real TPUs on a machine without one, and prints what they need.
 
-    python -m benchmarks.aot_tpu --list      the cases, one a line
-    python -m benchmarks.aot_tpu causal-64   one case, forward and backward, for all TPUs
+    python -m benchmarks.aot_tpu --list          cases and targets, a pair a line
+    python -m benchmarks.aot_tpu causal-64 v5e   one of them, forward and backward
 
 It proves that the compiler takes the kernels and that they fit into VMEM; never that their numbers
 are right or their speed good. Needs requirements-aot.txt; ``make test-aot`` runs all cases.
@@ -9,12 +9,10 @@ are right or their speed good. Needs requirements-aot.txt; ``make test-aot`` run
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import re
 import sys
-import time
 
 # Without these, libtpu looks for its machine and allows one process at a time.
 os.environ.update(
@@ -25,13 +23,13 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 
-from attention import ops
-from attention.masks import Causal, First, Full, Global, Mask, Window
+from attention.masks import Causal, First, Full, Global, Window
 from attention.pallas import tpu
+from attention.pallas.tpu import Tile
+from benchmarks import aot
+from benchmarks.aot import LINEAR, LONG, Case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,30 +50,6 @@ TARGETS = {
 KERNELS = {"forward", "query_gradient", "key_value_gradients"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Shapes of one call; letters as in ``attention``.
-
-    Attributes:
-      temporary_bytes: the most that forward with backward may allocate besides inputs and outputs.
-    """
-
-    mask: Mask
-    T: int = 4096
-    S: int = 4096
-    B: int = 2
-    N: int = 8
-    K: int = 1
-    H: int = 128
-    E: int = 128
-    dtype: str = "bfloat16"
-    segments: bool = False
-    sink: bool = False
-    temporary_bytes: int | None = None
-
-
-LONG = 32_768
-LINEAR = 64 * 2**20  # of a T × T matrix of float32, 1024 MiB, nothing may remain
 CASES = {
     "causal-64": Case(Causal(), H=64, E=64),
     "causal-128": Case(Causal()),
@@ -93,45 +67,16 @@ CASES = {
     "longformer": Case(Window(256, ahead=255) | Global(4), T=LONG, S=LONG, B=1),
     "streaming": Case(Causal() & (Window(4096) | First(4)), T=LONG, S=LONG, B=1),
     "segments-sink": Case(Causal(), segments=True, sink=True, dtype="float32", H=256, E=256),
+    # Case H1. Twice the length takes twice the memory.
     "window-128-memory": Case(
         Window(128), T=16_384, S=16_384, B=1, N=1, H=64, E=64, temporary_bytes=LINEAR
     ),
+    "longformer-128-memory": Case(
+        Window(128, ahead=127) | Global(4),
+        **dict(T=LONG, S=LONG, B=1, N=1, H=64, E=64, temporary_bytes=2 * LINEAR),
+    ),
+    "too-large-a-tile": Case(Causal(), tile=(("tile", Tile(1024, 4096)),), fails="vmem"),
 }
-
-
-def compiled(case: Case, device):
-    """Outputs and, from their cotangents, gradients in one program."""
-
-    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-
-    none = dict.fromkeys(field.name for field in dataclasses.fields(ops.Call))
-    arrays = {
-        "q_BTNH": array((case.B, case.T, case.N, case.H), case.dtype),
-        "k_BSKH": array((case.B, case.S, case.K, case.H), case.dtype),
-        "v_BSKE": array((case.B, case.S, case.K, case.E), case.dtype),
-    }
-    if case.sink:
-        arrays["sink_N"] = array((case.N,), "float32")
-    segments = {}
-    if case.segments:
-        segments["q_segments"] = array((case.B, case.T), "int32")
-        segments["k_segments"] = array((case.B, case.S), "int32")
-    cotangents = (
-        array((case.B, case.T, case.N, case.E), case.dtype),
-        array((case.B, case.N, case.T), "float32"),
-    )
-
-    def program(arrays, segments, cotangents):
-        def attention(arrays):
-            values = none | arrays | segments | {"mask": case.mask, "scale": case.H**-0.5}
-            return tpu.run(ops.Call(**values))
-
-        outputs, gradient = jax.vjp(attention, arrays)
-        return outputs, gradient(cotangents)
-
-    traced = jax.jit(program).trace(arrays, segments, cotangents)
-    return traced.lower(lowering_platforms=("tpu",)).compile()
 
 
 def vmem_of_kernels(text: str) -> dict[str, int]:
@@ -145,47 +90,24 @@ def vmem_of_kernels(text: str) -> dict[str, int]:
     return used
 
 
-def check(case: Case, target: Target) -> str:
+def check(case: Case, name: str) -> str:
     """Compiles; returns what was used.
 
     Raises:
       RuntimeError: a kernel is missing from the program, or needs too much VMEM.
     """
+    target = TARGETS[name]
     device = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices[0]
-    executable = compiled(case, device)
+    executable = aot.traced(case, tpu, device).lower(lowering_platforms=("tpu",)).compile()
     used = vmem_of_kernels(executable.as_text())
     if set(used) != KERNELS:
         raise RuntimeError(f"expected the kernels {sorted(KERNELS)}, found {sorted(used)}")
     if max(used.values()) > target.vmem_bytes:
-        raise RuntimeError(f"VMEM: {used} bytes, {target.vmem_bytes} are there")
-    temporary = executable.memory_analysis().temp_size_in_bytes
-    if case.temporary_bytes is not None and temporary > case.temporary_bytes:
-        raise RuntimeError(f"{temporary} temporary bytes, at most {case.temporary_bytes} allowed")
+        raise RuntimeError(f"vmem: {used} bytes, {target.vmem_bytes} are there")
+    temporary = aot.check_memory(case, executable)
     kernels = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sorted(used.items()))
     return f"VMEM {kernels} MiB; temporary {temporary / 2**20:.0f} MiB"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", nargs="?", choices=list(CASES))
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    arguments = parser.parse_args()
-    if arguments.list:
-        print("\n".join(CASES))
-        return 0
-    if arguments.case is None:
-        parser.error("name a case, or ask for --list")
-    failed = False
-    for name, target in TARGETS.items():
-        start = time.perf_counter()
-        try:
-            result = f"ok: {check(CASES[arguments.case], target)}"
-        except Exception as error:  # the compiler's errors have no common type
-            failed, result = True, f"FAILED: {error}"
-        seconds = time.perf_counter() - start
-        print(f"{name} {arguments.case} ({seconds:.1f} s) {result}", flush=True)
-    return int(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(aot.main(__doc__, CASES, TARGETS, check))

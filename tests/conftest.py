@@ -5,7 +5,6 @@ No persistent compilation cache: what it stores for the CPU belongs to one kind 
 wrong hit would be worse than the seconds it saves.
 """
 
-import functools
 import os
 
 # The tests choose shapes for the CPU. JAX_PLATFORMS=cuda python -m pytest runs them elsewhere.
@@ -30,16 +29,40 @@ pytest.register_assert_rewrite("tests.attending", "tests.contract", "tests.oracl
 
 
 def pytest_generate_tests(metafunc):
-    """``implementation``: the name of each implementation of softmax attention in turn."""
+    """``implementation``: the name of each implementation of softmax attention in turn.
+
+    What runs in an interpreter is slow: marked ``interpreted``, unless the test says that it is
+    quick or belongs to every run.
+    """
     if "implementation" in metafunc.fixturenames:
         from attention.ops import IMPLEMENTATIONS
+        from tests.attending import INTERPRETERS
 
-        metafunc.parametrize("implementation", list(IMPLEMENTATIONS))
+        always = metafunc.definition.get_closest_marker("every_run")
+        slow = set() if always else set(INTERPRETERS)
+        metafunc.parametrize(
+            "implementation",
+            [
+                pytest.param(name, marks=pytest.mark.interpreted if name in slow else ())
+                for name in IMPLEMENTATIONS
+            ],
+        )
 
 
 @pytest.fixture
 def run(implementation):
-    """``tests.attending.run`` under each implementation in turn."""
-    from tests import attending
+    """A ``tests.attending.Runner`` for each implementation in turn."""
+    from tests.attending import Runner
 
-    return functools.partial(attending.run, implementation)
+    return Runner(implementation)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A refusal that was foreseen, reason included, is what a test asks of the implementation."""
+    from tests.attending import Refused
+
+    try:
+        return (yield)
+    except Refused:
+        return True

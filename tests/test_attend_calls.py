@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,45 +13,47 @@ import pytest
 
 from attention.masks import Causal
 from attention.ops import IMPLEMENTATIONS, attend, attend_with_lse, explain
-from tests.attending import MAY_REFUSE, refusal, same_bits
+from attention.pallas import gpu, tpu
+from tests.attending import INTERPRETERS, REFUSES, Runner, interpreter, refusal, same_bits
 from tests.oracles import standard
 
 # --- what may be refused --------------------------------------------------------------------------
 
 
 FEATURES = {
-    "plain": {},
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
     "float64": {"dtype": "float64"},
     "sink": {"sink_N": jax.ShapeDtypeStruct((4,), "float32")},
     "dropout": {"rate": 0.5, "key": jax.ShapeDtypeStruct((2,), "uint32")},
     "indices": {"q_index": jax.ShapeDtypeStruct((2, 7), "int32")},
     "segments": {"k_segments": jax.ShapeDtypeStruct((2, 7), "int32")},
+    "array scale": {"scale": jnp.float32(0.5)},
     "E != H": {"E": 5},
 }
 
 
+@pytest.mark.every_run
 def test_refusals(implementation):
-    """Exactly what MAY_REFUSE says is refused, each time with a reason."""
-    reasons = {}
-    with jax.enable_x64(True):
+    """Exactly what REFUSES says is refused, each time with its reason."""
+    exact = Runner(implementation).dtype
+    refused = set()
+    with jax.enable_x64(True), interpreter(implementation):
         for feature, asked in FEATURES.items():
             options = dict(asked)
-            dtype, E = options.pop("dtype", "float32"), options.pop("E", 8)
+            dtype, E = options.pop("dtype", exact), options.pop("E", 8)
             q = jax.ShapeDtypeStruct((2, 7, 4, 8), dtype)
             k = jax.ShapeDtypeStruct((2, 7, 2, 8), dtype)
             v = jax.ShapeDtypeStruct((2, 7, 2, E), dtype)
-            reason = refusal(implementation, q, k, v, Causal(), options)
-            if reason is not None:
-                reasons[feature] = reason
-                assert implementation in reason
-    assert set(reasons) == MAY_REFUSE.get(implementation, set()), reasons
+            if refusal(implementation, q, k, v, Causal(), options) is not None:
+                refused.add(feature)
+    assert refused == set(REFUSES[implementation])
 
 
-def test_the_reference_refuses_nothing():
-    assert "reference" not in MAY_REFUSE
-    assert set(MAY_REFUSE) <= set(IMPLEMENTATIONS)
+def test_every_implementation_has_its_refusals():
+    assert set(REFUSES) == set(IMPLEMENTATIONS)
+    assert not REFUSES["reference"]
 
 
 # --- bad arguments, and which implementation runs -------------------------------------------------
@@ -107,15 +113,80 @@ def test_unknown_options_are_not_ignored():
     for call in (attend, attend_with_lse, explain):
         with pytest.raises(TypeError, match="window"):
             call(q, q, q, Causal(), window=3)
+        # B1: a learned bias is refused, lest its gradient be 0.
+        with pytest.raises(TypeError, match="bias"):
+            call(q, q, q, Causal(), bias=q)
 
 
+@pytest.mark.every_run
 def test_explain_a_named_implementation(implementation):
-    q = _array(2, 5, 4, 8)
-    if refusal(implementation, q, q, q, Causal(), {}) is not None:
-        pytest.skip("refuses plain calls, see test_refusals")
-    explanation = explain(q, q, q, Causal(), implementation=implementation)
-    assert set(explanation.others) == set(IMPLEMENTATIONS) - {implementation}
+    q = jax.ShapeDtypeStruct((2, 5, 4, 8), Runner(implementation).dtype)
+    with interpreter(implementation):
+        explanation = explain(q, q, q, Causal(), implementation=implementation)
+    others = set(IMPLEMENTATIONS) - {implementation}
+    assert explanation.others == dict.fromkeys(others, f"{implementation!r} was named")
     assert str(explanation).startswith(f"{implementation} runs")
+
+
+@pytest.mark.parametrize("name", INTERPRETERS)
+def test_a_kernel_by_name_without_its_device(name):
+    q = jax.ShapeDtypeStruct((2, 5, 4, 8), "bfloat16")
+    with pytest.raises(NotImplementedError, match=f"'{name}': it needs a.* '?cpu"):
+        explain(q, q, q, Causal(), implementation=name)
+    with interpreter(name):  # which auto never takes: it is for tests
+        assert explain(q, q, q, Causal()).chosen == "reference"
+
+
+class _Device:
+    """As much of a device as the choice looks at."""
+
+    def __init__(self, platform: str, kind: str, capability: str):
+        self.platform, self.device_kind, self.compute_capability = platform, kind, capability
+        self.client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+
+
+CPU = _Device("cpu", "cpu", "")
+V6E = _Device("tpu", "TPU v6 lite", "")
+H200 = _Device("gpu", "NVIDIA H200", "9.0")
+A100 = _Device("gpu", "NVIDIA A100", "8.0")
+NO_TPU, NO_GPU = "it needs a TPU, this is a {}", "it needs an NVIDIA Hopper GPU.* {!r}"
+UNCHECKED = "numbers have not been checked"
+
+
+@pytest.mark.parametrize(
+    ("device", "checked", "T", "chosen", "others"),
+    [
+        (CPU, False, 300, "tiled", (NO_TPU, NO_GPU, "'tiled' comes first")),
+        (CPU, False, 5, "reference", (NO_TPU, NO_GPU, "fewer than 32 queries or keys")),
+        (V6E, False, 300, "reference", (UNCHECKED + ".*TPU v6 lite", NO_GPU, "made for the CPU")),
+        (V6E, False, 32768, "tiled", (UNCHECKED, NO_GPU, "'tiled' comes first")),
+        (V6E, True, 300, "tpu", (NO_GPU, "made for the CPU", "'tpu' comes first")),
+        (V6E, True, 32768, "tpu", (NO_GPU, "'tpu' comes first", "'tpu' comes first")),
+        (H200, False, 300, "reference", (NO_TPU, UNCHECKED, "made for the CPU")),
+        (H200, False, 32768, "tiled", (NO_TPU, UNCHECKED, "'tiled' comes first")),
+        (H200, True, 32768, "gpu", (NO_TPU, "'gpu' comes first", "'gpu' comes first")),
+        (A100, True, 300, "reference", (NO_TPU, "A100' with compute capability 8.0", "made for")),
+    ],
+)
+def test_auto_on_each_platform(monkeypatch, device, checked, T, chosen, others):
+    """A kernel only where its numbers were checked on a device of that kind, and why not others."""
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: device.platform)
+    if checked:
+        kernels = {"tpu": tpu, "gpu": gpu}[device.platform]
+        monkeypatch.setitem(kernels.CHECKED_DEVICES, device.device_kind, "2026-01-01")
+    q = jax.ShapeDtypeStruct((1, T, 2, 64), "bfloat16")
+    explanation = explain(q, q, q, Causal())
+    assert explanation.chosen == chosen
+    assert list(explanation.others) == [name for name in IMPLEMENTATIONS if name != chosen]
+    for reason, pattern in zip(explanation.others.values(), others, strict=True):
+        assert re.search(pattern.format(device.platform), reason), reason
+
+
+@pytest.mark.parametrize("kernels", [tpu, gpu], ids=["tpu", "gpu"])
+def test_devices_were_checked_on_a_day(kernels):
+    for kind, day in kernels.CHECKED_DEVICES.items():
+        assert kind and datetime.date.fromisoformat(day)
 
 
 @pytest.mark.parametrize("T", [5, 300])

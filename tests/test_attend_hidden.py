@@ -13,7 +13,7 @@ import pytest
 
 from attention.masks import Causal, Full
 from tests import oracles
-from tests.attending import assert_equal_results, same_bits
+from tests.attending import same_bits
 from tests.oracles import chk, standard, uniform, visible_pairs
 
 # --- rows without a key, and garbage behind masks -------------------------------------------------
@@ -89,7 +89,7 @@ def test_padding(run, side, queries_too):
     do[segments == 0] = 0
     got = run(q, k, v, Causal(), do=do, **options)
     visible = visible_pairs(lambda i, j: j <= i, 2, 5, 5, **options)
-    assert_equal_results(got, oracles.attention(q, k, v, visible, do=do))
+    run.assert_equal(got, oracles.attention(q, k, v, visible, do=do))
     if side == "right":
         assert chk(got.out[1, :3]) == pytest.approx(0.168331303, abs=1e-5)
         assert chk(got.out[0]) == pytest.approx(0.074759183, abs=1e-5)

@@ -207,7 +207,8 @@ def test_uv_makes_and_fills_the_environment(machine: Machine, tmp_path: Path):
 
 def test_make_alone_prints_help(machine: Machine):
     printed = machine.make()
-    for target in ("setup", "train", "eval", "bench", "test", "lint"):
+    targets = "setup", "train", "eval", "bench", "test", "test-kernels", "test-aot", "lint"
+    for target in targets:
         assert f"make {target} " in printed
 
 
@@ -224,6 +225,7 @@ def test_make_alone_prints_help(machine: Machine):
         (["eval", "CONFIG=configs/mqa.py"], "eval.py --workdir=runs/mqa"),
         (["eval", "WORKDIR=runs/a"], "eval.py --workdir=runs/a"),
         (["test", "ARGS=-k masks"], "-m pytest -n 2 --dist loadfile -k masks"),
+        (["test-kernels"], "-m pytest -n 2 --dist worksteal -m interpreted"),
         (["lint"], "-m ruff format --check ."),
     ],
 )
@@ -251,6 +253,36 @@ def test_make_sets_up_first(machine: Machine):
     machine.make("lint")
     installed = [pip_line("requirements.txt"), pip_line("requirements-dev.txt")]
     assert machine.log.read_text().splitlines() == installed
+
+
+# Lists two cases, each for one target, and fails for one of them.
+COMPILER = f"""#!{SH}
+case "$1 $3" in
+"-m --list") echo "$2.small v5e"; echo "$2.large H100" ;;
+"-m "*) echo "$2 $3 $4" >>"$LOG"; [ "$3" != "$FAILS" ] ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "benchmarks.aot_tpu.small", "benchmarks.aot_gpu.large"])
+def test_every_case_is_compiled_and_one_that_fails_fails_all(machine: Machine, fails: str):
+    machine.add("python3", fake_python())
+    for tool in ("printf", "xargs"):
+        (machine.bin / tool).symlink_to(shutil.which(tool))
+    machine.run(SH, "scripts/setup.sh", "requirements-aot.txt", ".venv-aot")
+    (machine.root / ".venv-aot/bin/python").write_text(COMPILER)
+    machine.log.write_text("")
+    done = machine.run(MAKE, "test-aot", FAILS=fails)
+    assert (done.returncode == 0) == (not fails), done.stderr
+    modules = ["benchmarks.aot_tpu"] + ["benchmarks.aot_gpu"] * ("aot_tpu" not in fails)
+    wanted = [f"{m} {m}.{case}" for m in modules for case in ("large H100", "small v5e")]
+    assert sorted(machine.log.read_text().splitlines()) == sorted(wanted)
+
+
+def test_continuous_integration_runs_every_check():
+    commands = (ROOT / ".ci" / "run").read_text().splitlines()
+    for target in ("lint", "test", "test-kernels", "test-aot"):
+        assert f"make {target}" in commands
 
 
 def test_exact_versions_lie_within_the_ranges():

@@ -24,7 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attention.pallas import gpu_backward, gpu_forward
-from attention.pallas.gpu_plan import BLOCK, LOG2E, Plan
+from attention.pallas.gpu_plan import (
+    BLOCK,
+    FEW_COMPARISONS,
+    LOG2E,
+    MOST_COMPARISONS,
+    Plan,
+    comparisons,
+)
 
 if TYPE_CHECKING:
     from attention.ops import Call
@@ -83,6 +90,13 @@ def _beyond_the_kernels(call: Call) -> str | None:
         return "segments are not supported"
     if call.dropout is not None:
         return "dropout is not supported"
+    if comparisons(call.mask) > MOST_COMPARISONS:
+        return (
+            f"the outcomes of {comparisons(call.mask)} comparisons a pair, as this mask makes, do "
+            f"not fit in registers, up to {MOST_COMPARISONS} do"
+        )
+    if isinstance(call.scale, jax.Array):
+        return "scale is an array; it must be a number, multiply the queries instead"
     return None
 
 
@@ -104,10 +118,21 @@ def _wrong_device() -> str | None:
 
 def run(call: Call) -> tuple[jax.Array, jax.Array]:
     """(out_BTNE, lse_BNT) of a call that ``cannot`` lets pass."""
+    return run_planned(call, plan(call))
+
+
+def plan(call: Call) -> Plan:
+    """All that is known of a call before tracing."""
     T, S = call.q_BTNH.shape[1], call.k_BSKH.shape[1]
     # The kernels take the largest product of a row for its largest score: the scale is positive
     # there, and its sign goes into the queries, exactly.
-    plan = Plan(call.mask, abs(call.scale) or 1.0, T, S, _interpreted.get())
+    many = comparisons(call.mask) > FEW_COMPARISONS
+    dq_keys = BLOCK // 2 if many else BLOCK
+    return Plan(call.mask, abs(call.scale) or 1.0, T, S, _interpreted.get(), dq_keys=dq_keys)
+
+
+def run_planned(call: Call, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """``run`` with a plan of one's own."""
     q_BTNH = call.q_BTNH
     if call.scale <= 0:
         q_BTNH = q_BTNH * jnp.asarray(np.sign(call.scale), q_BTNH.dtype)

@@ -20,10 +20,6 @@ from jax import lax
 from attention.pallas import gpu_plan
 from attention.pallas.gpu_plan import BLOCK, CONSUMERS, LOG2E, ROWS, Plan, filled
 
-# Columns of a tile: scores and dp must fit in registers beside one gradient, or beside two.
-DQ_KEYS = BLOCK
-DKV_QUERIES = 64
-
 
 @dataclasses.dataclass(frozen=True)
 class _Operands:
@@ -84,16 +80,16 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
     B, _, N, H = q.shape
     K, E = v.shape[2:]
     dtype = q.dtype
-    depth = gpu_plan.ring_depth(H, E)
-    shape = (ROWS, DQ_KEYS)
-    tiles = plan.table(BLOCK, DQ_KEYS).by_query
+    depth, num_keys = gpu_plan.ring_depth(H, E), plan.dq_keys
+    shape = (ROWS, num_keys)
+    tiles = plan.table(BLOCK, num_keys).by_query
     scratch = dict(
         q_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, H, dtype=dtype),
         do_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, E, dtype=dtype),
         lse_smem=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
         delta_smem=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
-        k_smem=gpu_plan.tile_scratch(depth, DQ_KEYS, H, dtype=dtype),
-        v_smem=gpu_plan.tile_scratch(depth, DQ_KEYS, E, dtype=dtype),
+        k_smem=gpu_plan.tile_scratch(depth, num_keys, H, dtype=dtype),
+        v_smem=gpu_plan.tile_scratch(depth, num_keys, E, dtype=dtype),
         own_ready=plgpu.Barrier(num_arrivals=4, num_barriers=CONSUMERS),
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         done=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=depth),
@@ -114,7 +110,7 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
             kv_head = lax.div(head, jnp.int32(N // K))
 
             def fill(step, slot):
-                keys = batch, pl.ds(columns_ref[start + step] * DQ_KEYS, DQ_KEYS), kv_head
+                keys = batch, pl.ds(columns_ref[start + step] * num_keys, num_keys), kv_head
                 ready = smem["ready"].at[slot]
                 plgpu.copy_gmem_to_smem(k_ref.at[keys], smem["k_smem"].at[slot], ready)
                 plgpu.copy_gmem_to_smem(v_ref.at[keys], smem["v_smem"].at[slot], ready)
@@ -147,7 +143,7 @@ def query_gradient(plan: Plan, q, k, v, do, lse2, delta) -> jax.Array:
                 k_smem, v_smem = smem["k_smem"].at[slot], smem["v_smem"].at[slot]
 
                 def allowed():
-                    return plan.allowed(first, columns_ref[entry] * DQ_KEYS, shape, q_axis=0)
+                    return plan.allowed(first, columns_ref[entry] * num_keys, shape, q_axis=0)
 
                 plgpu.barrier_wait(smem["ready"].at[slot])
                 p, dp = _weights(
@@ -186,16 +182,16 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
     N, E = do.shape[2:]
     G = N // K
     dtype = k.dtype
-    depth = gpu_plan.ring_depth(H, E)
-    shape = (ROWS, DKV_QUERIES)
-    tiles = plan.table(DKV_QUERIES, BLOCK).by_key
+    depth, num_queries = gpu_plan.ring_depth(H, E), plan.dkv_queries
+    shape = (ROWS, num_queries)
+    tiles = plan.table(num_queries, BLOCK).by_key
     scratch = dict(
         k_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, H, dtype=dtype),
         v_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, E, dtype=dtype),
-        q_smem=gpu_plan.tile_scratch(depth, DKV_QUERIES, H, dtype=dtype),
-        do_smem=gpu_plan.tile_scratch(depth, DKV_QUERIES, E, dtype=dtype),
-        lse_smem=plgpu.SMEM((depth, DKV_QUERIES), jnp.float32),
-        delta_smem=plgpu.SMEM((depth, DKV_QUERIES), jnp.float32),
+        q_smem=gpu_plan.tile_scratch(depth, num_queries, H, dtype=dtype),
+        do_smem=gpu_plan.tile_scratch(depth, num_queries, E, dtype=dtype),
+        lse_smem=plgpu.SMEM((depth, num_queries), jnp.float32),
+        delta_smem=plgpu.SMEM((depth, num_queries), jnp.float32),
         own_ready=plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
         ready=plgpu.Barrier(num_arrivals=4, num_barriers=depth),
         done=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=depth),
@@ -229,7 +225,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
             def fill(step, slot):
                 head = kv_head * G + lax.div(step, count)
                 column = columns_ref[start + lax.rem(step, count)]
-                queries = pl.ds(column * DKV_QUERIES, DKV_QUERIES)
+                queries = pl.ds(column * num_queries, num_queries)
                 for ref, index, buffer in (
                     (q_ref, (batch, queries, head), smem["q_smem"]),
                     (do_ref, (batch, queries, head), smem["do_smem"]),
@@ -259,7 +255,7 @@ def key_value_gradients(plan: Plan, q, k, v, do, lse2, delta) -> tuple[jax.Array
                 q_smem, do_smem = smem["q_smem"].at[slot], smem["do_smem"].at[slot]
 
                 def allowed():
-                    return plan.allowed(columns_ref[entry] * DKV_QUERIES, first, shape, q_axis=1)
+                    return plan.allowed(columns_ref[entry] * num_queries, first, shape, q_axis=1)
 
                 def number_per_column(name):
                     numbers = plgpu.load(smem[name].at[slot], layout=gpu_plan.WGMMA.reduce(0))

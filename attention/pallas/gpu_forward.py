@@ -22,11 +22,12 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
     B, T, N, H = q_BTNH.shape
     K, E = v_BSKE.shape[2:]
     dtype, depth = q_BTNH.dtype, gpu_plan.ring_depth(H, E)
-    tiles = plan.table(BLOCK, BLOCK).by_query
+    num_keys = plan.forward_keys
+    tiles = plan.table(BLOCK, num_keys).by_query
     scratch = dict(
         q_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, H, dtype=dtype),
-        k_smem=gpu_plan.tile_scratch(depth, BLOCK, H, dtype=dtype),
-        v_smem=gpu_plan.tile_scratch(depth, BLOCK, E, dtype=dtype),
+        k_smem=gpu_plan.tile_scratch(depth, num_keys, H, dtype=dtype),
+        v_smem=gpu_plan.tile_scratch(depth, num_keys, E, dtype=dtype),
         out_smem=gpu_plan.tile_scratch(CONSUMERS, ROWS, E, dtype=dtype),
         lse_smem=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
         q_ready=plgpu.Barrier(num_barriers=CONSUMERS),
@@ -37,7 +38,7 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
         turn=plgpu.Barrier(num_arrivals=CONSUMERS),
     )
     if plan.interpret:
-        scratch["p_smem"] = gpu_plan.tile_scratch(CONSUMERS, ROWS, BLOCK, dtype=dtype)
+        scratch["p_smem"] = gpu_plan.tile_scratch(CONSUMERS, ROWS, num_keys, dtype=dtype)
 
     def forward_kernel(rows_ref, columns_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, **smem):
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
@@ -50,7 +51,7 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
             kv_head = lax.div(head, jnp.int32(N // K))
 
             def fill(step, slot):
-                keys = pl.ds(columns_ref[start + step] * BLOCK, BLOCK)
+                keys = pl.ds(columns_ref[start + step] * num_keys, num_keys)
                 for ref, buffer, ready in (
                     (k_ref, smem["k_smem"], smem["k_ready"]),
                     (v_ref, smem["v_smem"], smem["v_ready"]),
@@ -76,7 +77,7 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
 
             def step(entry, carry, masked):
                 slot = gpu_plan.slot_of(entry - start, depth)
-                k_start = columns_ref[entry] * BLOCK if masked else None
+                k_start = columns_ref[entry] * num_keys if masked else None
                 tile = _Tile(first, k_start, slot)
                 return _attend_tile(plan, tile, smem, q_smem, p_smem, carry)
 
@@ -125,7 +126,7 @@ def _take_turn(turn) -> None:
 def _attend_tile(plan: Plan, tile: _Tile, smem: dict, q_smem, p_smem, carry):
     """One step of online softmax; the running maximum is kept in base 2: exp2(s · c − top)."""
     acc, top, total = carry
-    slot, shape = tile.slot, (ROWS, BLOCK)
+    slot, shape = tile.slot, (ROWS, plan.forward_keys)
     plgpu.barrier_wait(smem["k_ready"].at[slot])
 
     def multiply(scores_ref):

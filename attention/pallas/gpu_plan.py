@@ -25,6 +25,10 @@ ROWS = 64  # rows of the accumulator of one warpgroup: the m64 of wgmma
 BLOCK = CONSUMERS * ROWS  # rows of the tile of one thread block
 # A thread block has 64 Ki registers. wgmma and softmax need nearly all; copying needs few.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+# The outcome of a comparison takes a register where it is used again. Masks of more than the first
+# number get narrower tiles for the gradient of q; up to the second, benchmarks/aot_gpu.py has seen
+# the compiler spill nothing.
+FEW_COMPARISONS, MOST_COMPARISONS = 8, 40
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -38,6 +42,9 @@ class Plan:
       num_queries, num_keys: T and S before padding.
       interpret: build for the interpreter on the CPU. It multiplies operands in shared memory
         only, so weights take a detour there that the build for the card does not make.
+      forward_keys, dq_keys: keys of a tile of the kernels whose rows are queries.
+      dkv_queries: queries of a tile of the kernel whose rows are keys; scores and their gradient
+        must fit in registers beside two gradients.
     """
 
     mask: Mask
@@ -45,6 +52,9 @@ class Plan:
     num_queries: int
     num_keys: int
     interpret: bool
+    forward_keys: int = BLOCK
+    dq_keys: int = BLOCK
+    dkv_queries: int = ROWS
 
     def table(self, q_tile: int, k_tile: int) -> TileTable:
         return tile_table(self.mask, self.num_queries, self.num_keys, q_tile, k_tile)
@@ -55,11 +65,7 @@ class Plan:
         return bool((self.table(BLOCK, BLOCK).kinds == PARTIAL).any())
 
     def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
-        """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other.
-
-        A mask of many terms (four primitives, one a Global of five scattered positions) makes the
-        compiler spill some registers on partial tiles at width 128: slower there, not wrong.
-        """
+        """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other."""
         starts = {q_axis: q_start + (self.num_keys - self.num_queries), 1 - q_axis: k_start}
         indices = {}
         for axis, first in starts.items():
@@ -71,7 +77,8 @@ class Plan:
             indices[axis] = lax.broadcast_in_dim(index, shape, [axis])
         q_index, k_index = indices[q_axis], indices[1 - q_axis]
         allowed = self.mask(q_index, k_index)
-        if self.num_keys % BLOCK:
+        # Where keys are rows, those past the end have rows of their own, which are cut off.
+        if self.num_keys % BLOCK and q_axis == 0:
             allowed = allowed & (k_index < self.num_keys)
         return allowed
 
@@ -82,9 +89,33 @@ class Plan:
             num_threads=WARPGROUPS,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=plgpu.InterpretGPUParams() if self.interpret else None,
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
             **options,
         )
+
+
+class _Comparisons:
+    """Stands for an index and for what a mask makes of it, and counts the comparisons."""
+
+    def __init__(self):
+        self.count = 0
+
+    def _compared(self, other):
+        self.count += 1
+        return self
+
+    def _combined(self, other):
+        return self
+
+    __lt__ = __ge__ = _compared
+    __sub__ = __and__ = __or__ = _combined
+
+
+def comparisons(mask: Mask) -> int:
+    """How many comparisons the formula of a mask makes of every pair."""
+    counter = _Comparisons()
+    mask(counter, counter)
+    return counter.count
 
 
 def device_lists(tiles: TileList) -> tuple[jax.Array, jax.Array]:

@@ -54,6 +54,8 @@ def cannot(call) -> str | None:
         return f"a TPU's matrix unit takes float32 and bfloat16, not {other}"
     if call.dropout is not None:
         return "dropout is not implemented in the kernels"
+    if isinstance(call.scale, jax.Array):
+        return "scale is an array; it must be a number, multiply the queries instead"
     if call.q_index is not None or call.k_index is not None:
         return "explicit indices: which tiles are empty must be known before tracing"
     if max(H, E) > WIDEST:
@@ -105,15 +107,18 @@ def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     sink_N = jnp.full(N, -jnp.inf) if call.sink_N is None else call.sink_N
     tags = _tags(call.q_segments, call.k_segments, q.shape[:2], k.shape[:2])
     # 0 · inf is NaN: what is hidden must not enter a product at all.
-    finite_BSK = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+    finite_k_BSK = jnp.isfinite(k).all(-1)
+    finite_BSK = finite_k_BSK & jnp.isfinite(v).all(-1)
     k, v = (jnp.where(finite_BSK[..., None], x, 0) for x in (k, v))
     out, lse = _attention(plan, q, k, v, sink_N, tags)
-    sick_BTN = jax.lax.cond(
+    # A value spoils the output alone, a key the log-sum-exp too.
+    sick_BTN2 = jax.lax.cond(
         finite_BSK.all(),
-        lambda: jnp.zeros(q.shape[:3], bool),
-        lambda: _sees(plan, ~finite_BSK, q.shape[1], tags),
+        lambda: jnp.zeros((*q.shape[:3], 2), bool),
+        lambda: _sees(plan, ~jnp.stack([finite_BSK, finite_k_BSK], -1), q.shape[1], tags),
     )
-    out = jnp.where(sick_BTN[..., None], jnp.nan, out)
+    out = jnp.where(sick_BTN2[..., :1], jnp.nan, out)
+    lse = jnp.where(sick_BTN2[..., 1].swapaxes(1, 2), jnp.nan, lse)
     return out.astype(out_dtype), lse
 
 
@@ -128,16 +133,16 @@ def _tags(q_segments, k_segments, q_shape, k_shape) -> tuple[jax.Array, jax.Arra
     return q_segments.astype(jnp.int32), k_segments.astype(jnp.int32)
 
 
-def _sees(plan: Plan, marked_BSK: jax.Array, num_queries: int, tags) -> jax.Array:
-    """(B, T, N): which queries see a marked key, as the sign of their mean over the marks."""
-    B, S, K = marked_BSK.shape
+def _sees(plan: Plan, marked_BSKM: jax.Array, num_queries: int, tags) -> jax.Array:
+    """(B, T, N, M): which queries see a key with a mark, as the sign of their mean over marks."""
+    B, S, K, M = marked_BSKM.shape
     q_BTK1 = jnp.zeros((B, num_queries, K, 1), jnp.float32)
     k_BSK1 = jnp.zeros((B, S, K, 1), jnp.float32)
-    tile = choose_tile(num_queries, S, group=1, widest=1, item_size=4)
+    tile = choose_tile(num_queries, S, group=1, widest=M, item_size=4)
     alone = dataclasses.replace(plan, group=1, tile=tile)
-    marks_BSK1, no_sink_K = marked_BSK[..., None].astype(jnp.float32), jnp.full(K, -jnp.inf)
-    share_BTK1, _ = tpu_calls.forward(alone, q_BTK1, k_BSK1, marks_BSK1, no_sink_K, tags)
-    return jnp.repeat(share_BTK1[..., 0] > 0, plan.group, axis=2)
+    marks_BSKM, no_sink_K = marked_BSKM.astype(jnp.float32), jnp.full(K, -jnp.inf)
+    share_BTKM, _ = tpu_calls.forward(alone, q_BTK1, k_BSK1, marks_BSKM, no_sink_K, tags)
+    return jnp.repeat(share_BTKM > 0, plan.group, axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
