@@ -47,9 +47,11 @@ def main() -> None:
         if row.note:
             print(f"{row.task} at {row.length} tokens: {row.note}")
     progress.table("cost", describe(run.settings), ("what", "number", "about"))
+    source = cache["per_source_token"]
+    of_source = f" and {source:,} per token of the source" if source else ""
     print(
-        f"cache: {cache['per_token']:,} bytes per token; {cache['allocated']:,} bytes allocated "
-        f"for {cache['at_length']} tokens, as the formula says"
+        f"cache: {cache['per_token']:,} bytes per token{of_source}; {cache['allocated']:,} bytes "
+        f"allocated for {cache['at_length']} tokens, as the formula says"
     )
     write_json(
         folder.evaluation,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.decoder import Decoder
+from models.decoder import Decoder, reads_memory
 from models.generate import generate
 from models.pure import merge, split
 from tasks import Task, evaluation_key
@@ -70,6 +70,10 @@ def _at_length(
     if settings.model.position == "learned" and task.length > settings.model.max_length:
         note = f"there are {settings.model.max_length} learned positions"
         return dataclasses.replace(row, note=note)
+    try:
+        settings.objective.check(settings.model.all_layers(), task.first_answer)
+    except ValueError:
+        return dataclasses.replace(row, note="the mask would show the answers at this length")
     key = evaluation_key(settings.eval.seed, 2**31 + length)
     batch = task.sample(key, sequences)
     graph, params = split(model)
@@ -108,17 +112,27 @@ def _teacher_forced(graph, objective, params, batch, key, chance) -> Counts:
 def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
     """Bytes of the cache per token by the formula, and of a cache as allocated.
 
+    A model that reads a source keeps ``per_source_token`` of it too; the allocated cache is then
+    for ``length`` tokens of both.
+
     Raises:
       RuntimeError: the allocated cache is not what the formula says.
     """
     layers = model.caching_layers()
-    per_token = sum(layer.cache_bytes_per_token() for layer in layers)
+    per_token = {True: 0, False: 0}
+    for layer in layers:
+        per_token[reads_memory(layer.options)] += layer.cache_bytes_per_token()
     formula = sum(layer.cache_bytes(length) for layer in layers)
     lengths = (length, length) if model.reads_source else (length,)
     allocated = sum(cache.nbytes for cache in model.init_caches(1, *lengths))
     if allocated != formula:
         raise RuntimeError(f"the cache holds {allocated} bytes, the formula says {formula}")
-    return {"per_token": per_token, "at_length": length, "allocated": allocated}
+    return {
+        "per_token": per_token[False],
+        "per_source_token": per_token[True],
+        "at_length": length,
+        "allocated": allocated,
+    }
 
 
 def training_overlap(settings: Settings) -> dict[str, float]:

@@ -30,36 +30,28 @@ length)`` names the implementation that runs.
 
 from __future__ import annotations
 
-from attention.additive import Additive
-from attention.context import Context
-from attention.latent import Latent
-from attention.linear import Linear
-from attention.multi_head import (
-    MultiHead,
-    MultiHeadCross,
-    MultiHeadFull,
-    MultiHeadLongformer,
-    MultiHeadLongformerEncoder,
-    MultiHeadMasked,
-    MultiHeadPrefix,
-    MultiHeadStreaming,
-    MultiHeadWindow,
-)
+import pkgutil
 
-# Options of a layer by the name of its variant; ``options.build(context, rngs)`` makes the layer.
+from attention.context import Context
+
+# The options of a layer by the name of its variant, and where they are defined;
+# ``options.build(context, rngs)`` makes the layer. A new variant adds its line.
 VARIANTS = {
-    "causal": MultiHead,
-    "full": MultiHeadFull,
-    "prefix": MultiHeadPrefix,
-    "window": MultiHeadWindow,
-    "streaming": MultiHeadStreaming,
-    "longformer": MultiHeadLongformer,
-    "longformer_encoder": MultiHeadLongformerEncoder,
-    "masked": MultiHeadMasked,
-    "cross": MultiHeadCross,
-    "linear": Linear,
-    "mla": Latent,
-    "additive": Additive,
+    name: pkgutil.resolve_name(f"attention.{where}")
+    for name, where in {
+        "causal": "multi_head:MultiHead",
+        "full": "multi_head:MultiHeadFull",
+        "prefix": "multi_head:MultiHeadPrefix",
+        "window": "multi_head:MultiHeadWindow",
+        "streaming": "multi_head:MultiHeadStreaming",
+        "longformer": "multi_head:MultiHeadLongformer",
+        "longformer_encoder": "multi_head:MultiHeadLongformerEncoder",
+        "masked": "multi_head:MultiHeadMasked",
+        "cross": "multi_head:MultiHeadCross",
+        "linear": "linear:Linear",
+        "mla": "latent:Latent",
+        "additive": "additive:Additive",
+    }.items()
 }
 
 __all__ = ["VARIANTS", "Context"]

@@ -17,6 +17,32 @@ import numpy as np
 from attention.masks import Mask
 
 
+def check_goes_on(positions_BT, valid_BT, last_B, what: str) -> None:
+    """Refuses tokens that go back to the middle of what is remembered.
+
+    Args:
+      positions_BT, valid_BT: of the new tokens.
+      last_B: the last position that is remembered, −1 where there is none.
+      what: has been forgotten, in words.
+
+    Raises:
+      ValueError: a first token stands at or before ``last_B`` and not at 0. Positions that are
+        being traced cannot be checked.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (positions_BT, valid_BT, last_B)):
+        return
+    valid_BT, last_B = np.asarray(valid_BT), np.asarray(last_B)
+    positions_BT = np.broadcast_to(np.asarray(positions_BT), valid_BT.shape)
+    first_B = positions_BT[np.arange(len(valid_BT)), valid_BT.argmax(1)]
+    back_B = valid_BT.any(1) & (first_B != 0) & (first_B <= last_B)
+    if back_B.any():
+        row = int(back_B.argmax())
+        raise ValueError(
+            f"a cache cannot go back from position {last_B[row]} to {first_B[row]}: {what}; "
+            "go on, or start again at position 0"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Slots:
     """Where a position is kept: pinned positions first, then a ring of recent ones.
@@ -25,11 +51,13 @@ class Slots:
       pinned: positions that keep a slot of their own for ever, ascending.
       ring: number of slots that the other positions share, position modulo ring.
       limit: positions at or past it have no slot; None where the ring overwrites the oldest.
+      together: how many first positions see each other, so that they must come in one call.
     """
 
     pinned: tuple[int, ...]
     ring: int
     limit: int | None
+    together: int = 1
 
     @classmethod
     def for_mask(cls, mask: Mask, length: int) -> Slots:
@@ -46,12 +74,11 @@ class Slots:
                 f"a cache needs a causal mask, and {mask} lets queries see later keys; "
                 "combine it with Causal() &"
             )
-        retention = mask.retention()
-        if retention.last is None:
-            return cls((), length, length)
-        if retention.last + sum(position < length for position in retention.pinned) >= length:
-            return cls((), length, length)
-        return cls(retention.pinned, retention.last, None)
+        retention, together = mask.retention(), mask.causal_from() + 1
+        pinned = sum(position < length for position in retention.pinned)
+        if retention.last is None or retention.last + pinned >= length:
+            return cls((), length, length, together)
+        return cls(retention.pinned, retention.last, None, together)
 
     @property
     def capacity(self) -> int:
@@ -122,6 +149,8 @@ class SlotCache:
     ) -> tuple[Self, dict[str, jax.Array], jax.Array]:
         """Takes T tokens in; whatever it held at or after their first position is forgotten.
 
+        A ring that has let go of older positions cannot go back, but to position 0.
+
         Args:
           positions_BT: their positions, ascending within a row.
           valid_BT: false for padding, which is not stored.
@@ -132,12 +161,14 @@ class SlotCache:
           hold what the T queries may see, also what the ring no longer has room for afterwards.
 
         Raises:
-          ValueError: more tokens, or later positions, than the cache has room for. Positions that
-            are being traced cannot be checked: whoever traces checks the length before.
+          ValueError: more tokens, or later positions, than the cache has room for; tokens that go
+            back to what a ring has let go of; or that go on within the first positions of a mask
+            that lets these see each other. Positions that are being traced cannot be checked:
+            whoever traces checks before.
         """
         if positions_BT.shape[1] == 0:
             raise ValueError("a cache is given at least one token at a time, got 0")
-        self._check_room(positions_BT, valid_BT)
+        self._check(positions_BT, valid_BT)
         positions_BT = jnp.where(valid_BT, positions_BT, -1)
         first_B1 = jnp.where(valid_BT, positions_BT, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
         past_BS = jnp.where(self.position_BS < first_B1, self.position_BS, -1)
@@ -165,15 +196,27 @@ class SlotCache:
     def _pinned(self, positions_BT: jax.Array) -> jax.Array:
         return jnp.isin(positions_BT, jnp.asarray(self.slots.pinned, jnp.int32))
 
-    def _check_room(self, positions_BT: jax.Array, valid_BT: jax.Array) -> None:
-        limit = self.slots.limit
-        if limit is None:
+    def _check(self, positions_BT: jax.Array, valid_BT: jax.Array) -> None:
+        if any(isinstance(x, jax.core.Tracer) for x in (positions_BT, valid_BT, self.position_BS)):
             return
-        if isinstance(positions_BT, jax.core.Tracer) or isinstance(valid_BT, jax.core.Tracer):
-            return
-        last = int(np.max(np.where(valid_BT, positions_BT, -1), initial=-1))
-        if last >= limit:
+        places_BT = np.where(valid_BT, positions_BT, -1)
+        last, limit, together = int(places_BT.max(initial=-1)), self.limit, self.slots.together
+        if limit is not None and last >= limit:
             raise ValueError(f"position {last} is past the end of a cache of length {limit}")
+        first_B = np.where(valid_BT, positions_BT, together).min(1, initial=together)
+        within_B = (first_B > 0) & (first_B < together)
+        if within_B.any():
+            raise ValueError(
+                f"the first {together} positions see each other and must come in one call, but "
+                f"these begin at position {first_B[within_B][0]}"
+            )
+        if limit is None:
+            held_B = np.asarray(self.position_BS).max(1, initial=-1)
+            # Up to there nothing has been overwritten; and the last token may be written again.
+            forgotten_B = np.where(held_B < self.slots.ring, -1, held_B - 1)
+            check_goes_on(
+                positions_BT, valid_BT, forgotten_B, "the ring has let go of the keys before it"
+            )
 
 
 _BOOKKEEPING = ("position_BS", "slots")

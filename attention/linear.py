@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from attention import linear_ops
-from attention.cache import LastKey, SmearedCache
+from attention import linear_ops, ops
+from attention.cache import LastKey, SmearedCache, check_goes_on
 from attention.context import Context, documents, matrix, project, project_together, silence
 from attention.feature_maps import feature_map, feature_width
 from attention.layer_cost import LayerCost, output_flops, projected_heads
@@ -32,6 +33,9 @@ class Linear:
       smeared_keys: whether each key is mixed with its predecessor's.
     """
 
+    # There is no softmax to implement; see ``Context.implementation``.
+    reads_implementation: ClassVar[bool] = False
+
     num_kv_heads: int | None = None
     rope_width: int | None = None
     feature_map: str = "elu"
@@ -46,6 +50,7 @@ class Linear:
         check_kv_heads(self.kv_heads(context), context)
         check_rotation(self.rope_width, context)
         feature_map(self.feature_map)
+        ops.check_implementation(context.implementation)
 
     def kv_heads(self, context: Context) -> int:
         """K."""
@@ -54,6 +59,50 @@ class Linear:
     def build(self, context: Context, rngs: nnx.Rngs) -> LinearAttention:
         """The layer."""
         return LinearAttention(self, context, rngs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentCache:
+    """The state of linear attention, and the position of the last token that it holds.
+
+    Attributes:
+      state: the two sums.
+      position_B: −1 where there is no token yet.
+    """
+
+    state: LinearState
+    position_B: jax.Array
+
+    # Any number of tokens may follow.
+    limit = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return self.state.nbytes
+
+    def reset(self) -> RecurrentCache:
+        """The same cache, empty."""
+        return RecurrentCache(self.state.reset(), jnp.full_like(self.position_B, -1))
+
+    def at(self, positions_BT: jax.Array, valid_BT: jax.Array) -> LinearState:
+        """The state that these tokens go on from; rows whose first is at position 0 start anew.
+
+        Raises:
+          ValueError: they go back to the middle of what the state holds.
+        """
+        what = "its state is a sum from which no token can be taken away"
+        check_goes_on(positions_BT, valid_BT, self.position_B, what)
+        starts_B = (valid_BT & (positions_BT == 0)).any(-1)
+        return jax.tree.map(
+            lambda x: jnp.where(starts_B.reshape(-1, *[1] * (x.ndim - 1)), 0, x), self.state
+        )
+
+    def after(self, state: LinearState, positions_BT, valid_BT) -> RecurrentCache:
+        """The cache once these tokens are in ``state``."""
+        last_B = jnp.where(valid_BT, positions_BT, -1).max(-1)
+        return RecurrentCache(state, jnp.where(valid_BT.any(-1), last_B, self.position_B))
 
 
 class LinearAttention(nnx.Module):
@@ -82,11 +131,11 @@ class LinearAttention(nnx.Module):
         positions_BT: jax.Array,
         *,
         segments_BT: jax.Array | None = None,
-        cache: LinearState | SmearedCache | None = None,
+        cache: RecurrentCache | SmearedCache | None = None,
         memory: Memory | None = None,
         probe: Probe | None = None,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, LinearState | SmearedCache | None]:
+    ) -> tuple[jax.Array, RecurrentCache | SmearedCache | None]:
         """See the layer contract in ``attention``. There are no weights to drop: no dropout."""
         del dropout_key
         if memory is not None:
@@ -104,11 +153,11 @@ class LinearAttention(nnx.Module):
         if self.rope is not None:
             q_BTNH, k_BTKH = self.rope(q_BTNH, positions_BT), self.rope(k_BTKH, positions_BT)
         q_BTNM, k_BTKM = phi(q_BTNH), phi(k_BTKH)
-        state = cache.inner if isinstance(cache, SmearedCache) else cache
+        recurrent = cache.inner if isinstance(cache, SmearedCache) else cache
+        state = None if recurrent is None else recurrent.at(positions_BT, valid_BT)
         observed_BTNE = None
         if probe is not None and probe.wants("pattern"):
             observed_BTNE = self._with_pattern(q_BTNM, k_BTKM, v_BTKH, segments_BT, state, probe)
-        state = None if state is None else _restarted(state, positions_BT, valid_BT)
         form = linear_ops.recurrent if x_BTD.shape[1] == 1 else linear_ops.chunked
         head_BTNE, state = form(q_BTNM, k_BTKM, v_BTKH, state, segments_BT=segments_BT)
         # Reading goes beside the form that runs, so that it changes no bit.
@@ -119,9 +168,10 @@ class LinearAttention(nnx.Module):
         y_BTD = project(head_BTNE.astype(x_BTD.dtype), self.w_o_NHD[...], num_in=2)
         if cache is None:
             return y_BTD, None
-        return y_BTD, state if self.smear is None else SmearedCache(state, last)
+        recurrent = recurrent.after(state, positions_BT, valid_BT)
+        return y_BTD, recurrent if self.smear is None else SmearedCache(recurrent, last)
 
-    def init_cache(self, batch: int, length: int, dtype=None) -> LinearState | SmearedCache:
+    def init_cache(self, batch: int, length: int, dtype=None) -> RecurrentCache | SmearedCache:
         """The state before any token; its size does not depend on ``length``.
 
         The state is float32 whatever the dtype, or its sums would stall; only the last raw key of
@@ -131,9 +181,10 @@ class LinearAttention(nnx.Module):
             raise ValueError(f"a cache needs a length of at least 1, got {length}")
         K, H = self.num_kv_heads, self.context.head_width
         state = LinearState.zeros(batch, K, feature_width(self.options.feature_map, H), H)
+        cache = RecurrentCache(state, jnp.full(batch, -1, jnp.int32))
         if self.smear is None:
-            return state
-        return SmearedCache(state, LastKey.none((batch, K, H), dtype or self.context.dtype))
+            return cache
+        return SmearedCache(cache, LastKey.none((batch, K, H), dtype or self.context.dtype))
 
     def cache_bytes_per_token(self) -> int:
         """0: the state does not grow."""
@@ -198,9 +249,3 @@ class LinearAttention(nnx.Module):
         pattern_BNTS = probe("pattern", pattern_BNTS)
         v_BSNE = jnp.repeat(v_BTKH, q_BTNM.shape[2] // self.num_kv_heads, axis=2)
         return jnp.einsum("bnts,bsne->btne", pattern_BNTS, v_BSNE.astype(pattern_BNTS.dtype))
-
-
-def _restarted(state: LinearState, positions_BT, valid_BT) -> LinearState:
-    """The state with the rows emptied whose first token stands at position 0."""
-    starts_B = (valid_BT & (positions_BT == 0)).any(-1)
-    return jax.tree.map(lambda x: jnp.where(starts_B.reshape(-1, *[1] * (x.ndim - 1)), 0, x), state)

@@ -331,7 +331,10 @@ class LongformerAttention(MultiHeadAttention):
         probe: Probe | None = None,
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, LongformerCache | None]:
-        """See the layer contract in ``attention``; the second pattern is ``global/pattern``."""
+        """See the layer contract in ``attention``; the second pattern is ``global/pattern``.
+
+        Of ``pattern`` the rows of global tokens feed nothing, of ``global/pattern`` all others.
+        """
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         common = {"segments_BT": segments_BT, "memory": memory}
         local_BTNE, local = self.heads(
@@ -350,7 +353,11 @@ class LongformerAttention(MultiHeadAttention):
             dropout_key=keys[1],
             **common,
         )
-        is_global = (positions_BT < self.options.num_global)[..., None, None]
+        places_BT = positions_BT
+        if segments_BT is None and cache is None:
+            # As the mask counts them.
+            places_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), positions_BT.shape)
+        is_global = (places_BT < self.options.num_global)[..., None, None]
         head_BTNE = jnp.where(is_global, global_BTNE, local_BTNE)
         cache = None if cache is None else LongformerCache(local, asked)
         return self.output(head_BTNE, probe), cache

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from attention.cache import LastKey
+from attention.cache import LastKey, check_goes_on
 
 
 class SmearedKeys(nnx.Module):
@@ -40,7 +39,9 @@ class SmearedKeys(nnx.Module):
         B, T, K, H = k_BTKH.shape
         last = LastKey.none((B, K, H), k_BTKH.dtype) if last is None else last
         positions_BT = jnp.broadcast_to(positions_BT, (B, T))
-        _check_goes_on(positions_BT, segments_BT, last)
+        check_goes_on(
+            positions_BT, segments_BT != 0, last.position_B, "the raw key before it is forgotten"
+        )
         latest_BT = jax.lax.cummax(jnp.where(segments_BT != 0, jnp.arange(1, T + 1), 0), axis=1)
         history = jnp.concatenate([last.key_BKH[:, None].astype(k_BTKH.dtype), k_BTKH], axis=1)
         places = jnp.concatenate([last.position_B[:, None], positions_BT], axis=1)
@@ -60,18 +61,3 @@ class SmearedKeys(nnx.Module):
             jnp.take_along_axis(places, latest_B1, axis=1)[:, 0],
         )
         return jnp.where(at_start[:, :, None, None], k_BTKH, smeared), last
-
-
-def _check_goes_on(positions_BT, segments_BT, last: LastKey) -> None:
-    """Raises ValueError where the first token neither follows the last one nor starts anew."""
-    if any(isinstance(x, jax.core.Tracer) for x in (positions_BT, segments_BT, last.position_B)):
-        return
-    there_BT, last_B = np.asarray(segments_BT) != 0, np.asarray(last.position_B)
-    first_B = np.asarray(positions_BT)[np.arange(len(there_BT)), there_BT.argmax(1)]
-    back_B = there_BT.any(1) & (first_B != 0) & (first_B <= last_B)
-    if back_B.any():
-        row = int(back_B.argmax())
-        raise ValueError(
-            f"smeared keys cannot go back from position {last_B[row]} to {first_B[row]}: the raw "
-            "key before it is forgotten; go on, or start again at position 0"
-        )

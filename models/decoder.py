@@ -59,6 +59,12 @@ class DecoderOptions:
     dtype: str = "float32"
     implementation: str = "auto"
 
+    # Where cross-attention belongs, for those who put it into a pattern.
+    cross_belongs: ClassVar[str] = (
+        "a decoder alone has no memory to read; use train.objective=sequence_to_sequence, which "
+        "adds it to every block (see configs/cross.py)"
+    )
+
     def __post_init__(self):
         sizes = ["vocab_size", "num_layers", "d_model", "num_heads"]
         sizes += ["d_ff"] if self.mlp != "none" else []
@@ -85,6 +91,26 @@ class DecoderOptions:
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
         self.check_layers("pattern", self.pattern, self.layers)
+        self.check_implementation_is_read()
+        for name, layer in zip(self.pattern, self.layers, strict=True):
+            if reads_memory(layer):
+                raise ValueError(
+                    f"model.pattern names {name!r}, which is cross-attention; {self.cross_belongs}"
+                )
+
+    def every_layer(self) -> tuple:
+        """Options of all kinds of layers that the model has."""
+        return self.layers
+
+    def check_implementation_is_read(self) -> None:
+        """Raises ValueError where one is named and no layer has a softmax to implement."""
+        if self.implementation != "auto" and not any(
+            getattr(layer, "reads_implementation", True) for layer in self.every_layer()
+        ):
+            raise ValueError(
+                f"model.implementation is {self.implementation!r}, but no layer of the pattern "
+                f"{self.pattern} has a softmax to implement; set it to 'auto'"
+            )
 
     def check_layers(self, option: str, pattern: tuple, layers: tuple) -> None:
         """Raises ValueError where a pattern is empty, or one of its layers does not fit."""
@@ -124,6 +150,11 @@ class DecoderOptions:
     def build(self, rngs: nnx.Rngs) -> Decoder:
         """The model."""
         return Decoder(self, rngs)
+
+
+def reads_memory(layer) -> bool:
+    """Whether a layer with these options is cross-attention."""
+    return getattr(layer, "reads_memory", False)
 
 
 class Decoder(nnx.Module):

@@ -15,7 +15,7 @@ from attention.multi_head import MultiHeadCross
 from attention.norm import RMSNorm
 from attention.probe import Probe
 from models.block import Block
-from models.decoder import Decoder, DecoderOptions, check_ids, run_blocks
+from models.decoder import Decoder, DecoderOptions, check_ids, reads_memory, run_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class EncoderDecoderOptions(DecoderOptions):
     encoder_layers: tuple
     cross: MultiHeadCross
 
+    cross_belongs: ClassVar[str] = "every block of the decoder has one besides its pattern"
+
     def __post_init__(self):
         super().__post_init__()
         if self.encoder_num_layers < 1:
@@ -41,19 +43,19 @@ class EncoderDecoderOptions(DecoderOptions):
                 f"model.encoder_num_layers must be at least 1, got {self.encoder_num_layers}"
             )
         self.check_layers("encoder_pattern", self.encoder_pattern, self.encoder_layers)
-        if not _reads_memory(self.cross):
+        if not reads_memory(self.cross):
             raise ValueError(f"attention.cross must be cross-attention, got {self.cross}")
         self.check_layers("cross", ("cross",), (self.cross,))
-        for option, pattern, layers in (
-            ("pattern", self.pattern, self.layers),
-            ("encoder_pattern", self.encoder_pattern, self.encoder_layers),
-        ):
-            for name, layer in zip(pattern, layers, strict=True):
-                if _reads_memory(layer):
-                    raise ValueError(
-                        f"model.{option} names {name!r}, which is cross-attention; every block of "
-                        "the decoder has one besides its pattern"
-                    )
+        for name, layer in zip(self.encoder_pattern, self.encoder_layers, strict=True):
+            if reads_memory(layer):
+                raise ValueError(
+                    f"model.encoder_pattern names {name!r}, which is cross-attention; "
+                    f"{self.cross_belongs}"
+                )
+
+    def every_layer(self) -> tuple:
+        """Options of all kinds of layers that the model has."""
+        return (*self.layers, *self.encoder_layers, self.cross)
 
     def encoder_layer(self, index: int):
         """Attention options of block ``index`` of the encoder."""
@@ -62,10 +64,6 @@ class EncoderDecoderOptions(DecoderOptions):
     def build(self, rngs: nnx.Rngs) -> EncoderDecoder:
         """The model."""
         return EncoderDecoder(self, rngs)
-
-
-def _reads_memory(layer) -> bool:
-    return getattr(layer, "reads_memory", False)
 
 
 @jax.tree_util.register_dataclass

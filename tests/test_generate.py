@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from attention.linear import Linear
-from attention.multi_head import MultiHead, MultiHeadStreaming
+from attention.multi_head import MultiHead, MultiHeadPrefix, MultiHeadStreaming
 from models.decoder import Decoder, DecoderOptions
 from models.generate import generate
 from models.pure import merge, split
@@ -291,3 +291,13 @@ def test_mistakes(changes, message):
         arguments["key"] = jax.random.key(0)
     with pytest.raises(ValueError, match=message):
         generate(decoder(), **arguments)
+
+
+def test_a_prompt_shorter_than_the_prefix():
+    """Its first tokens would have to see ones that are not there yet."""
+    model = decoder(MultiHeadPrefix(prefix=4))
+    with pytest.raises(ValueError, match=r"layer0: the first 4 positions .* one has 3"):
+        generate(model, random_tokens(2, 3), NEW)
+    prompt = random_tokens(2, 5)
+    new, _ = generate(model, prompt, NEW)
+    follows(model, prompt[0], new[0])

@@ -15,14 +15,10 @@ from attention.additive import Additive
 from attention.context import Context
 from attention.latent import Latent
 from attention.linear import Linear
-from attention.memory import Memory
 from attention.multi_head import (
     MultiHead,
-    MultiHeadCross,
     MultiHeadFull,
     MultiHeadLongformer,
-    MultiHeadLongformerEncoder,
-    MultiHeadMasked,
     MultiHeadPrefix,
     MultiHeadStreaming,
     MultiHeadWindow,
@@ -33,79 +29,8 @@ from models.generate import generate
 from models.pure import merge, split
 from tests import contract, oracles
 from tests.oracles import assert_close
-from tests.subject import B, D, T, Variant, compiled, padded, positions_of, random, subject
-
-LOOKS_AHEAD = "tokens see later ones"
-NO_CACHE = "a mask that looks ahead cannot be decoded token by token, and its cache is refused"
-FULL = dict.fromkeys(
-    ("causality_by_gradient", "causality_by_perturbation", "causality_in_a_decoder"), LOOKS_AHEAD
-) | dict.fromkeys(
-    (
-        "causality_through_the_cache", "token_by_token", "prefill_in_any_chunks",
-        "decoder_in_any_chunks", "cache_bytes", "cache_keeps_its_types", "bfloat16",
-        "second_prompt_in_a_used_cache", "past_the_end_of_the_cache",
-        "ragged_batch_padded_on_the_left", "ragged_batch_padded_on_the_right",
-    ),
-    NO_CACHE,
-)  # fmt: skip
-IN_PARTS = "the prefix must be prefilled at once: its first tokens see its last"
-PREFIX = dict.fromkeys(
-    (
-        "token_by_token", "bfloat16", "decoder_in_any_chunks", "ragged_batch_padded_on_the_left",
-        "ragged_batch_padded_on_the_right",
-    ),
-    IN_PARTS,
-)  # fmt: skip
-SINK = {"pattern_rows_sum_to_one": "the sink takes its share of the weight"}
-NO_MEMORY = "a decoder alone has no memory; test_encoder_decoder.py has one"
-CROSS = dict.fromkeys(
-    ("causality_in_a_decoder", "packed_documents_in_a_decoder", "decoder_in_any_chunks"), NO_MEMORY
-) | {
-    "past_the_end_of_the_cache": "its length is that of the memory; the sequence has no end",
-    "padding_has_no_weight": "the memory has other padding than the queries",
-}
-
-
-def memory(batch: int) -> dict[str, Memory]:
-    """As long as the sequence, so that one length suits both; the second row is shorter."""
-    segments = padded((T, 6, 9)[:batch], T, "right")
-    x = np.random.default_rng(0).standard_normal((batch, T, D)).astype("f")
-    return {"memory": Memory(jnp.asarray(x), positions_of(segments), segments)}
-
-
-VARIANTS = [
-    Variant("mha", MultiHead()),
-    Variant("gqa", MultiHead(
-        num_kv_heads=2, qk_norm=True, bias=True, rope_width=4, scale=0.7, learned_sink=True,
-    ), model={"rope_layout": "interleaved"}, exempt=SINK),
-    Variant("mqa", MultiHead(num_kv_heads=1), model={"position": "none"}),
-    Variant("smeared", MultiHead(num_kv_heads=2, smeared_keys=True), constant_bytes=2 * 6 * 4),
-    Variant("window", MultiHeadWindow(num_kv_heads=2, window=2), slots=lambda n: min(n, 2)),
-    Variant("streaming", MultiHeadStreaming(
-        num_kv_heads=2, window=4, first=2, smeared_keys=True,
-    ), window=4, slots=lambda n: min(n, 6), constant_bytes=2 * 6 * 4),
-    Variant("longformer", MultiHeadLongformer(num_kv_heads=2, window=2, num_global=2),
-            slots=lambda n: min(n, 4)),
-    Variant("masked", MultiHeadMasked(
-        num_kv_heads=2, mask_expression="Causal() & (Window(2) | First(1)) & Window(5)",
-    ), slots=lambda n: min(n, 3)),
-    Variant("full", MultiHeadFull(num_kv_heads=2), exempt=FULL),
-    Variant("longformer encoder", MultiHeadLongformerEncoder(
-        num_kv_heads=2, window=2, num_global=1
-    ), exempt=FULL),
-    Variant("prefix", MultiHeadPrefix(num_kv_heads=2, prefix=3), exempt=PREFIX),
-    Variant("cross", MultiHeadCross(num_kv_heads=2), arguments=memory, exempt=CROSS),
-    Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, constant_bytes=2 * 6 * 7 * 4,
-            constant_is_narrow=False),
-    Variant("mla", Latent(latent_rank=5)),
-    Variant("mla query latent", Latent(latent_rank=7, query_rank=8, rope_width=4, scale=0.7)),
-    Variant("mla smeared", Latent(latent_rank=5, smeared_keys=True), constant_bytes=2 * 4),
-    Variant("additive", Additive(num_kv_heads=2), model={"position": "none"}),
-    Variant("additive window", Additive(
-        num_kv_heads=2, mask_expression="Causal() & (Window(4) | First(1))", smeared_keys=True,
-    ), model={"position": "learned", "max_length": 129}, slots=lambda n: min(n, 5),
-            constant_bytes=2 * 6 * 4),
-]  # fmt: skip
+from tests.subject import B, D, T, compiled, positions_of, random, subject
+from tests.variants import VARIANTS
 
 
 @pytest.mark.parametrize(("check", "variant"), contract.cases(VARIANTS))
@@ -114,7 +39,7 @@ def test_contract(check, variant):
 
 
 def test_every_registered_variant_is_here():
-    """Whoever adds a variant to ``attention.VARIANTS`` adds a line to the list above."""
+    """Whoever adds a variant to ``attention.VARIANTS`` adds a line to ``tests.variants``."""
     assert set(REGISTERED.values()) <= {type(variant.options) for variant in VARIANTS}
 
 
@@ -394,9 +319,50 @@ def test_smeared_keys_cannot_go_back(options):
     model, x = layer(options, **context), random(1, 3, 16)
     places = np.arange(5, 8, dtype=np.int32)[None]
     _, cache = model(x, places, cache=model.init_cache(1, 12))
-    with pytest.raises(ValueError, match="cannot go back from position 7 to 6"):
+    with pytest.raises(ValueError, match="cannot go back from position 7 to 6: the raw key"):
         model(x[:, :1], np.full((1, 1), 6, np.int32), cache=cache)
     again, _ = model(x, places - 5, cache=cache)
     assert_close(again, model(x, places - 5, cache=cache.reset())[0])
     onward, _ = model(x[:, :1], np.full((1, 1), 9, np.int32), cache=cache)
     assert np.isfinite(onward).all()
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    (MultiHeadWindow(window=3), "the ring has let go"), (Linear(), "its state is a sum"),
+], ids=str)  # fmt: skip
+def test_what_is_forgotten_cannot_be_gone_back_to(options, why):
+    """C2: refused, where another sequence would be continued silently."""
+    model, x = layer(options), random(1, 10, 16)
+    places = np.arange(10, dtype=np.int32)[None]
+    _, cache = model(x, places, cache=model.init_cache(1, 20))
+    with pytest.raises(ValueError, match=f"cannot go back from position [89] to 5: {why}"):
+        model(x[:, 5:8], places[:, 5:8], cache=cache)
+    again, _ = model(x[:, :2], places[:, :2], cache=cache)
+    assert_close(again, model(x[:, :2], places[:, :2], cache=model.init_cache(1, 20))[0])
+    onward, _ = model(x[:, :1], places[:, :1] + 10, cache=cache)
+    whole = call(model, np.concatenate([x, x[:, :1]], axis=1))[0]
+    assert_close(onward, whole[:, -1:])
+
+
+def test_a_ring_that_has_forgotten_nothing_can_go_back():
+    model, x = layer(MultiHeadWindow(window=6)), random(1, 5, 16)
+    places = np.arange(5, dtype=np.int32)[None]
+    whole, cache = model(x, places, cache=model.init_cache(1, 20))
+    again, _ = model(x[:, 2:], places[:, 2:], cache=cache)
+    assert_close(again, whole[:, 2:])
+
+
+def test_a_prefix_must_come_in_one_call():
+    model, x = layer(MultiHeadPrefix(prefix=4)), random(1, 6, 16)
+    places = np.arange(6, dtype=np.int32)[None]
+    _, cache = model(x[:, :3], places[:, :3], cache=model.init_cache(1, 8))
+    with pytest.raises(ValueError, match=r"first 4 positions .* begin at position 3"):
+        model(x[:, 3:], places[:, 3:], cache=cache)
+
+
+def test_global_tokens_are_counted_as_the_mask_counts():
+    """Told nothing else, both take the first token for position 0."""
+    options = MultiHeadLongformer(window=2, num_global=2, global_projections=True)
+    model, x = layer(options, rotary=False), random(1, 6, 16)
+    places = np.arange(6, dtype=np.int32)[None]
+    assert_close(call(model, x, places + 100)[0], call(model, x, places)[0])

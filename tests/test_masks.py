@@ -525,6 +525,7 @@ def refusal(monkeypatch, capsys, *arguments: str) -> str:
         ("Causal(3)", "argument"),
         ("Global(())", "at least one"),
         ("Global((1, -2))", "-2"),
+        ("Global(999999999999)", "at most 65536, got 999999999999"),
         ("~" * 20_000 + "Causal()", "too"),
         (" & ".join(["Causal()"] * 20_000), "too"),
     ],
@@ -569,6 +570,11 @@ def test_bad_options_are_refused_in_one_line(arguments, fragment, monkeypatch, c
     arguments = [argument.format(tmp=tmp_path) for argument in arguments]
     assert fragment in refusal(monkeypatch, capsys, "Causal()", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mask_that_would_pin_more_than_can_be_kept_keeps_all():
+    assert (Causal() & First(10**12)).retention() == Retention((), None)
+    assert (Causal() & First(10**12)).draw(3) == Causal().draw(3)
 
 
 @given(masks)

@@ -1,45 +1,64 @@
-"""The worked example of the README: a variant in one file, one line and one config."""
+"""The worked example of the README, followed to the letter in a copy of the project."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-import attention
-
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+ROOMS = ("attention", "models", "tasks", "training", "analysis", "configs", "tests")
 
 
-def blocks() -> list[str]:
+def steps() -> list[tuple[str, str]]:
+    """Each block of the section, and the file that it belongs to."""
     section = README.partition("## Adding a variant")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.S)
+    return re.findall(r"`([a-z_/]+\.py)`:\n\n```(?:python)?\n(.*?)```", section, re.S)
 
 
-def test_the_worked_example_of_a_variant_works(tmp_path, monkeypatch):
-    variant, line, config = blocks()
-    (tmp_path / "far_variant.py").write_text(variant)
-    (tmp_path / "far_config.py").write_text(config)
-    monkeypatch.syspath_prepend(tmp_path)
-    import far_config
-    import far_variant
+def insert(path: Path, line: str, before: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1 and line.count("\n") == 1
+    path.write_text(text.replace(before, line + before))
 
-    assert re.fullmatch(r'VARIANTS\["far"\] = Far\s*', line)
-    monkeypatch.setitem(attention.VARIANTS, "far", far_variant.Far)
-    from training.resolve import resolve
-    from training.settings import settings
 
-    found = settings(resolve(far_config.get_config().to_dict()))
-    assert found.model.layers == (far_variant.Far(gap=2),)
-    i, j = np.arange(7)[:, None], np.arange(7)[None]
-    assert np.array_equal(found.model.layers[0].mask()(i, j), (j <= i) & ((i - j > 2) | (i == j)))
-    model = found.model.build(nnx.Rngs(0))
-    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 64)
-    whole, _ = model(tokens)
-    changed, _ = model(tokens.at[:, 5].add(1) % 64)
-    assert np.array_equal(whole[:, :5], changed[:, :5])
-    assert jnp.isfinite(whole).all()
+def test_the_worked_example_of_a_variant_works(tmp_path):
+    for room in ROOMS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=ignored)
+    for name in ("train.py", "eval.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    files = dict(steps())
+    assert sorted(files) == [
+        "attention/__init__.py", "attention/far.py", "configs/far.py", "tests/variants.py"
+    ]  # fmt: skip
+    insert(tmp_path / "attention/__init__.py", files.pop("attention/__init__.py"), "    }.items()")
+    insert(
+        tmp_path / "tests/variants.py", files.pop("tests/variants.py"), "]  # fmt: skip\n\n\ndef"
+    )
+    for name, text in files.items():
+        assert not (tmp_path / name).exists()
+        (tmp_path / name).write_text(text)
+
+    def run(*argv):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    small = ("train.steps=2", "train.batch_size=2", "train.log_every=1", "eval.batches=1",
+             "model.d_model=16", "task.length=16")  # fmt: skip
+    shown = run("train.py", "--config=configs/far.py", *(f"--config.{option}" for option in small))
+    assert "step 2/2" in shown
+    chosen = "far and (causality or token_by_token or cache_bytes or a_config or flops)"
+    shown = run(
+        "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen,
+        "tests/test_layers.py", "tests/test_configs.py", "tests/test_cost.py",
+    )  # fmt: skip
+    assert int(re.search(r"(\d+) passed", shown)[1]) >= 10

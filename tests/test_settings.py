@@ -145,6 +145,18 @@ MISTAKES = {
         "train.mask_rate | above 0 | 0.0",
     ),
     # Next-token training under a mask that shows the next token.
+    "a full mask comes before the rate that it leaves": (
+        {"attention.gqa.variant": "full", "train.mask_rate": 0.15},
+        "layer 0 | Full() | next_token | causal | train.objective=masked_token",
+    ),
+    "cross-attention in a decoder": (
+        {"model.pattern": ("cross",), "train.objective": "masked_token", "train.mask_rate": 0.15},
+        "model.pattern | 'cross' | sequence_to_sequence",
+    ),
+    "an implementation that nothing reads": (
+        {"model.pattern": ("linear",), "model.implementation": "tiled"},
+        "model.implementation | 'tiled' | linear | softmax | 'auto'",
+    ),
     "a mask that sees the answer": (
         {"attention.gqa.variant": "full"},
         "layer 0 | Full() | next_token | causal",

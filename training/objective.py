@@ -38,10 +38,11 @@ class NextToken:
         for i, layer in enumerate(layers):
             causal_from = layer.mask().causal_from()
             if causal_from is None or causal_from > first_position:
+                instead = "" if self.reads_source else ", or train.objective=masked_token"
                 raise ValueError(
-                    f"train.objective 'next_token' cannot train layer {i}: its mask {layer.mask()} "
-                    f"lets position {first_position}, which counts, see the token it is to "
-                    "predict; use a causal mask, or train.objective=masked_token"
+                    f"train.objective {self.name!r} cannot train layer {i}: its mask "
+                    f"{layer.mask()} lets position {first_position}, which counts, see the token "
+                    f"it is to predict; use a causal mask{instead}"
                 )
 
     def tokens_read(self, length: int) -> int:

@@ -107,7 +107,8 @@ def _settings(config: Mapping) -> Settings:
     seed = _seed("seed", config["seed"])
     train, model = dict(config["train"]), dict(config["model"])
     data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
-    objective = _objective(train.pop("objective"), train.pop("mask_rate"))
+    mask_rate = train.pop("mask_rate")
+    objective = _objective(train.pop("objective"), mask_rate)
     task, evaluated = _tasks(config["task"], objective)
     result = Settings(
         init_seed=seed if init_seed is None else _seed("model.init_seed", init_seed),
@@ -124,6 +125,12 @@ def _settings(config: Mapping) -> Settings:
     _seed("eval.seed", result.eval.seed)
     first_counted = task.first_answer if result.train.loss_on == "answers" else 0
     objective.check(result.model.all_layers(), first_counted)
+    # Last: where a full mask is the mistake, that is the reason to give.
+    if mask_rate is not None and not _masks(objective):
+        raise ValueError(
+            f"train.mask_rate is set to {mask_rate}, but train.objective is {objective.name!r}; "
+            "leave it unset"
+        )
     return result
 
 
@@ -131,14 +138,13 @@ def _objective(name: str, mask_rate: float | None):
     if name not in OBJECTIVES:
         raise ValueError(f"train.objective must be one of {', '.join(OBJECTIVES)}, got {name!r}")
     objective = OBJECTIVES[name]
-    if any(field.name == "mask_rate" for field in dataclasses.fields(objective)):
+    if _masks(objective):
         return take(objective, "train", {"mask_rate": mask_rate})
-    if mask_rate is not None:
-        raise ValueError(
-            f"train.mask_rate is set to {mask_rate}, but train.objective is {name!r}; "
-            "leave it unset"
-        )
     return objective()
+
+
+def _masks(objective) -> bool:
+    return any(field.name == "mask_rate" for field in dataclasses.fields(objective))
 
 
 def _seed(name: str, value) -> int:

@@ -38,6 +38,9 @@ def main() -> None:
         f"\n{work['pairs']:.1%} of the pairs are visible; tiles visited hold {work['tiles']:.1%} "
         f"of the work ({work['full_tiles']:.1%} in full tiles, which need no mask)"
     )
+    if mask.causal_from() is None:
+        print("no cache can serve it: queries see later keys; combine it with Causal() &")
+        return
     retention = mask.retention()
     kept = "all past keys" if retention.last is None else f"the last {retention.last} of the keys"
     pinned = f" and positions {list(retention.pinned)}" if retention.pinned else ""

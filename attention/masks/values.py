@@ -15,6 +15,9 @@ import numpy as np
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
+# Positions that a mask may pin; one that would pin more keeps all, or is refused.
+MOST_PINNED = 1 << 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
@@ -268,7 +271,7 @@ class First(Mask):
         return _kinds(k_lo >= self.n, k_hi <= self.n)
 
     def retention(self):
-        return Retention(tuple(range(self.n)), 0)
+        return Retention((), None) if self.n > MOST_PINNED else Retention(tuple(range(self.n)), 0)
 
     def ordinal(self):
         return False
@@ -327,6 +330,11 @@ class Global(Mask):
             raise ValueError(f"Global: positions are written as a tuple, got {self.tokens}")
         else:
             _whole_number(self, "tokens", self.tokens, 1)
+            if self.tokens > MOST_PINNED:
+                raise ValueError(
+                    f"Global: tokens must be at most {MOST_PINNED}, got {self.tokens}; "
+                    "Full() lets all see each other"
+                )
 
     @property
     def positions(self) -> tuple[int, ...]:
