@@ -118,7 +118,7 @@ def draw(
         xs = sorted({x for points in lines.values() for x, _ in points})
         axes.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
         axes.set_xticks(xs, [f"{x:,.0f}" for x in xs])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()  # those of y label a range of less than a decade
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel(ylabel)
