@@ -131,8 +131,9 @@ def plan(call: Call) -> Plan:
     T, S = call.q_BTNH.shape[1], call.k_BSKH.shape[1]
     # The kernels take the largest product of a row for its largest score: the scale is positive
     # there, and its sign goes into the queries, exactly.
-    many = comparisons(call.mask) > FEW_COMPARISONS
-    dq_keys = BLOCK // 2 if many else BLOCK
+    # Positions that are shifted, and a last tile that is cut, take registers too.
+    few = FEW_COMPARISONS if T == S and S % BLOCK == 0 else 1
+    dq_keys = BLOCK // 2 if comparisons(call.mask) > few else BLOCK
     return Plan(call.mask, abs(call.scale) or 1.0, T, S, _interpreted.get(), dq_keys=dq_keys)
 
 
