@@ -219,6 +219,26 @@ def test_refusals_name_their_reason(options: dict, reason: str):
         assert reason in gpu.cannot(small(**options))
 
 
+def test_masks_whose_evaluation_would_spill_registers():
+    """Comparisons are counted as the formula makes them; the limits are those of the compiler."""
+    many = Causal() & (Window(64) | First(4) | Global((100, 200)))
+    assert gpu_plan.comparisons(Causal()) == 1
+    assert gpu_plan.comparisons(many) == 1 + 2 + 3 + 8
+
+    def reason(mask, T, S, H, E):
+        q, k, v, _ = standard(1, T, S, 1, 1, H, E)
+        with gpu.interpreted():
+            return gpu.cannot(call_of(q, k, v, mask))
+
+    assert reason(many, 8, 8, 128, 128) is None
+    assert reason(many, 8, 9, 64, 128) is None and reason(many, 8, 9, 128, 64) is None
+    assert "14 comparisons" in reason(many, 8, 9, 65, 128)
+    assert "up to 8 do where T differs from S" in reason(many, 8, 9, 65, 128)
+    assert reason(Causal() & (Window(3) | First(2)), 8, 9, 128, 128) is None
+    scattered = Global(tuple(range(0, 40, 2)))
+    assert "up to 40 do" in reason(scattered, 8, 8, 64, 64)
+
+
 def test_without_a_gpu_it_refuses_and_auto_passes_it_over():
     assert gpu.cannot(small()) == "it needs an NVIDIA Hopper GPU, and this process runs on 'cpu'"
     assert "not been checked" in gpu.unwise(small())

@@ -66,7 +66,7 @@ class Plan:
 
     def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
         """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other."""
-        starts = {q_axis: q_start + (self.num_keys - self.num_queries), 1 - q_axis: k_start}
+        starts = {q_axis: q_start, 1 - q_axis: k_start}
         indices = {}
         for axis, first in starts.items():
             iota = plgpu.broadcasted_iota(
@@ -74,6 +74,9 @@ class Plan:
             )
             # The barrier keeps the compiler from holding indices in registers between tiles.
             index = lax.optimization_barrier(iota + first)
+            # Added before it, the shift makes the compiler spill registers of the last kernel.
+            if axis == q_axis:
+                index = index + (self.num_keys - self.num_queries)
             indices[axis] = lax.broadcast_in_dim(index, shape, [axis])
         q_index, k_index = indices[q_axis], indices[1 - q_axis]
         allowed = self.mask(q_index, k_index)
