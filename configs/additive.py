@@ -3,7 +3,7 @@
     python train.py --config=configs/additive.py
 
 About 3 minutes of training on 2 cores. Expect
-copy accuracy 0.84, induction accuracy 0.78 (seed 0).
+copy accuracy 0.85, induction accuracy 0.80 (means of seeds 0, 1 and 2).
 """
 
 from configs import base

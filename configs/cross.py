@@ -3,7 +3,7 @@
     python train.py --config=configs/cross.py
 
 About 3 minutes of training on 2 cores. Expect
-copy accuracy 1.000 (source_copy), reverse accuracy 0.993 (source_reverse), seed 0.
+copy accuracy 1.000 (source_copy), reverse accuracy 0.996 (source_reverse; means of seeds 0, 1, 2).
 """
 
 from configs import base

@@ -3,7 +3,7 @@
     python train.py --config=configs/hybrid.py
 
 About 2 minutes of training on 2 cores. Expect
-copy accuracy 0.996, induction accuracy 0.985 (seed 0).
+copy accuracy 0.996, induction accuracy 0.987 (means of seeds 0, 1 and 2).
 """
 
 from configs import base

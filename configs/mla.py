@@ -3,7 +3,7 @@
     python train.py --config=configs/mla.py
 
 About 60 seconds of training on 2 cores. Expect
-copy accuracy 0.996, induction accuracy 0.994 (seed 0).
+copy accuracy 0.997, induction accuracy 0.994 (means of seeds 0, 1 and 2).
 The cache holds 24 + 8 numbers per token and layer, those of multi-head attention 128.
 """
 

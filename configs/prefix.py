@@ -3,7 +3,7 @@
     python train.py --config=configs/prefix.py
 
 About 60 seconds of training on 2 cores. Expect
-copy accuracy 0.996, induction accuracy 0.994 (mean of seeds 0 and 1).
+copy accuracy 0.996, induction accuracy 0.995 (means of seeds 0, 1 and 2).
 """
 
 from configs import base

@@ -3,7 +3,7 @@
     python train.py --config=configs/smeared.py
 
 About 40 seconds of training on 2 cores. Expect
-copy accuracy 0.972, induction accuracy 0.959 (seed 0); chance is 0.004.
+copy accuracy 0.971, induction accuracy 0.956 (means of seeds 0, 1 and 2); chance is 0.004.
 
 The vocabulary is larger than elsewhere since one layer matches a single token: with 60 symbols a
 block of 24 holds most tokens' doubles, and induction stays at 0.90.
