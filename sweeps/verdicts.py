@@ -103,6 +103,23 @@ class Ratio:
         return Verdict(self.claim, expected, measured, near)
 
 
+@dataclasses.dataclass(frozen=True)
+class AllAbove:
+    """The means of several points are all at least a bound."""
+
+    claim: str
+    points: tuple[str, ...]
+    metric: str
+    bound: float
+
+    def __call__(self, results: Results) -> Verdict:
+        found = {point: results.sample(point, self.metric) for point in self.points}
+        expected = f"{self.metric} of {', '.join(self.points)} ≥ {self.bound:g}"
+        measured = "; ".join(f"{point} {describe(sample)}" for point, sample in found.items())
+        confirmed = all(sample.mean >= self.bound for sample in found.values())
+        return Verdict(self.claim, expected, measured, confirmed)
+
+
 def describe(sample: Sample) -> str:
     """A sample in words: its mean, spread and interval, as far as there are any."""
     if not sample.values:

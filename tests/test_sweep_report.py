@@ -166,9 +166,8 @@ def test_all_files_of_the_report(folder, found):
 
     rows = list(csv.DictReader(io.StringIO((folder.path / "results.csv").read_text())))
     assert [row["run"] for row in rows] == [line["run"] for line in lines]
-    assert [row["best_learning_rate"] for row in rows] == ["False"] * 2 + ["True"] * 4 + [
-        "False"
-    ] * 2
+    best = [row["best_learning_rate"] for row in rows]
+    assert best == ["False"] * 2 + ["True"] * 4 + ["False"] * 2
     assert rows[0]["copy/accuracy"] == "0.25" and rows[0]["optimizer.learning_rate"] == "0.001"
     assert "train.steps" not in rows[0] and rows[7]["copy/accuracy"] == ""
     assert rows[7]["status"] == "failed" and rows[7]["error"] == "Diverged: <nan>"
@@ -182,9 +181,7 @@ def test_all_files_of_the_report(folder, found):
     assert "| mqa,lr=0.01,seed=1 | failed | Diverged: <nan> |" in text
     assert "**0.562 ± 0.088 [0.500, 0.625]** ★" in text and "Chance is 0.083" in text
     assert "**CONFIRMED**" in text and "**NOT CONFIRMED**" in text
-    assert (
-        "7 runs: 2026-01-02, cpu (cpu, 2 cores), jax 1.2.3, commit aaaaaaaaaa with changes." in text
-    )
+    assert "7 runs: 2026-01-02, cpu (cpu, 2 cores), jax 1.2.3, commit aaaaaaaaaa with" in text
     assert "python train.py '--config=a <b>.py' --config.model.pattern=gqa" in text
     for name in ("comparison", "curves", "memory", "lengths"):
         assert f"({name}.png)" in text
@@ -257,7 +254,7 @@ def test_half_a_run_and_missing_numbers_are_no_success(tmp_path):
     with pytest.raises(result.NoResult, match="end at step 8, not at 10"):
         result.done(run.order(), run.settings, folder, [], [])
     run, folder = trained(tmp_path / "b", last=10)
-    with pytest.raises(result.NoResult, match="no 'recall/accuracy'; it has .*copy/accuracy"):
+    with pytest.raises(result.NoResult, match=r"no 'recall/accuracy'; it has .*copy/accuracy"):
         result.done(run.order(), run.settings, folder, [], ["recall/accuracy"])
     with pytest.raises(result.NoResult, match="x is nan"):
         result.done(run.order(), run.settings, folder, [lambda *_: {"x": math.nan}], ["x"])
