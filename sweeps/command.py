@@ -205,7 +205,9 @@ def report(workdir: str, path: str | None) -> int:
 def _report(folder: SweepFolder, study: Study) -> None:
     found = results.read(folder)
     written = reports.write(folder, study, found)
-    table(f"{found.name}: {found.description['question']}", body(found), head(found))
+    table(
+        f"{found.name}: {found.description['question']}", body(found, interval=False), head(found)
+    )
     for verdict in judge(study.verdicts, found):
         print(f"{verdict}: {verdict.claim}\n    {verdict.expected}; measured {verdict.measured}")
     print(f"saved {', '.join(str(path) for path in written)}")

@@ -13,7 +13,7 @@ from analysis.plots import COLOURS
 from sweeps import result
 from sweeps.pictures import curve, mean_curve
 from sweeps.results import Results
-from sweeps.tables import NOTE, chance_of, machine, number, with_interval
+from sweeps.tables import NOTE, chance_of, machine, number, spaced, with_interval
 from sweeps.verdicts import Verdict
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -166,7 +166,8 @@ def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:
 
 def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     titles = "".join(
-        f'<th scope="col"><button type="button">{escape(title)}</button></th>' for title in head
+        f'<th scope="col"><button type="button">{escape(spaced(title))}</button></th>'
+        for title in head
     )
     lines = "".join(
         "<tr>"

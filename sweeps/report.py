@@ -93,7 +93,7 @@ def markdown(results: Results, verdicts: Sequence[Verdict], drawn: Sequence[Path
     parts.append("  \n".join(machine(results)) + "\n")
     if verdicts:
         rows = [(v.claim, v.expected, v.measured, f"**{v}**") for v in verdicts]
-        parts.append("## Verdicts\n\n" + grid(("claim", "expected", "measured", ""), rows))
+        parts.append("## Verdicts\n\n" + grid(("claim", "expected", "measured", "verdict"), rows))
     parts.append("## Results\n\n" + NOTE + "\n\n" + grid(head(results), body(results)))
     if any(point.solved for point in results.points):
         rows = [(point.name, point.solved) for point in results.points if point.solved]

@@ -38,18 +38,23 @@ def head(results: Results) -> tuple[str, ...]:
         columns.append(metric)
         if results.chance(metric) is not None:
             columns.append("chance")
-    return (*columns, *results.columns, "learning rate", "seeds")
+    return tuple(map(spaced, (*columns, *results.columns, "learning rate", "seeds")))
 
 
-def body(results: Results) -> list[tuple[str, ...]]:
-    """The table of points, as text."""
-    return [_row(results, point) for point in results.points]
+def spaced(name: str) -> str:
+    """A name with spaces, where a heading may break."""
+    return name.replace("_", " ")
 
 
-def _row(results: Results, point: PointResult) -> tuple[str, ...]:
+def body(results: Results, interval: bool = True) -> list[tuple[str, ...]]:
+    """The table of points, as text; with the bootstrap interval or without."""
+    return [_row(results, point, interval) for point in results.points]
+
+
+def _row(results: Results, point: PointResult, interval: bool) -> tuple[str, ...]:
     cells = [point.name]
     for metric in results.metrics:
-        cells.append(with_interval(point.sample(metric)))
+        cells.append(with_interval(point.sample(metric), interval))
         if results.chance(metric) is not None:
             chance = chance_of(point, metric)
             cells.append("–" if chance is None else f"{chance:.3f}")
@@ -86,14 +91,15 @@ def rates(results: Results) -> str:
     )
 
 
-def with_interval(sample: Sample) -> str:
+def with_interval(sample: Sample, interval: bool = True) -> str:
     """Mean ± spread [interval], as far as there are any."""
     if not sample.values:
         return "–"
     text = number(sample.mean)
     if sample.interval is not None:
         low, high = sample.interval
-        text += f" ± {number(sample.spread)} [{number(low)}, {number(high)}]"
+        text += f" ± {number(sample.spread)}"
+        text += f" [{number(low)}, {number(high)}]" if interval else ""
     return text
 
 

@@ -126,6 +126,8 @@ def describe(sample: Sample) -> str:
         return "no result"
     if (interval := sample.interval) is None:
         return f"{sample.mean:.4g} (one seed)"
+    if not sample.spread:
+        return f"{sample.mean:.4g} ({len(sample.values)} seeds)"
     low, high = interval
     return (
         f"{sample.mean:.4g} ± {sample.spread:.2g} "

@@ -1,4 +1,4 @@
-"""report.html in a real browser: it needs no network, says nothing on the console, sorts, hovers."""
+"""report.html in a real browser: no network, a silent console, tables that sort, hover."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def test_a_click_sorts_by_value_and_a_second_one_turns_it_round(browser):
     heading(browser, "runs", accuracy).click()
     rising = ["0.250", "0.250", "0.500", "0.500", "0.625", "0.750", "1", "–"]
     assert column(browser, "runs", accuracy) == rising
-    assert heading(browser, "runs", accuracy).find_element(By.XPATH, "..").get_attribute(
-        "aria-sort"
-    ) == "ascending"
+    assert (
+        heading(browser, "runs", accuracy).find_element(By.XPATH, "..").get_attribute("aria-sort")
+        == "ascending"
+    )
     heading(browser, "runs", accuracy).click()
     # What has no value stays at the end.
     assert column(browser, "runs", accuracy) == [*rising[-2::-1], "–"]

@@ -44,8 +44,9 @@ def cluster(tmp_path_factory):
     port = 26379
     temporary = tmp_path_factory.mktemp("ray")
     subprocess.run(
-        [*script, "start", "--head", f"--port={port}", "--num-cpus=2", "--node-ip-address=127.0.0.1",
-         "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={temporary}"],
+        [*script, "start", "--head", f"--port={port}", "--num-cpus=2",
+         "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
+         f"--temp-dir={temporary}"],
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     yield f"127.0.0.1:{port}"
