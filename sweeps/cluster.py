@@ -34,10 +34,11 @@ class RayExecutor:
                 "--executor=ray needs Ray: pip install -r requirements-cluster.txt"
             ) from None
         self._ray = ray
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
             ray.init(
                 address=address, log_to_driver=False, logging_level="WARNING",
-                runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
             )  # fmt: skip
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise OptionError(

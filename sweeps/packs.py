@@ -78,7 +78,7 @@ class Measured:
 
     def record(self) -> dict:
         """As JSON."""
-        found = {"packed": self.pays, "seconds_packed": self.packed, "seconds_alone": self.alone}
+        found = {"seconds_packed": self.packed, "seconds_alone": self.alone}
         return found | dataclasses.asdict(self)
 
 

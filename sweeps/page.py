@@ -12,8 +12,8 @@ import plotly.io
 from analysis.plots import COLOURS
 from sweeps import result
 from sweeps.pictures import curve, mean_curve
-from sweeps.results import Results
-from sweeps.tables import NOTE, chance_of, machine, number, spaced, with_interval
+from sweeps.results import Results, chance_name
+from sweeps.tables import NOTE, chance_of, machine, number, spaced, with_chance, with_interval
 from sweeps.verdicts import Verdict
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -128,10 +128,7 @@ def _badge(verdict: Verdict) -> Cell:
 
 
 def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
-    head = ["point"]
-    for metric in results.metrics:
-        head += [metric, "chance"] if results.chance(metric) is not None else [metric]
-    head += [*results.columns, "learning rate", "seeds"]
+    head = ["point", *with_chance(results), *results.columns, "learning rate", "seeds"]
     solved = any(point.solved for point in results.points)
     rows = []
     for point in results.points:
@@ -150,7 +147,7 @@ def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
 
 
 def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:
-    head = ["run", "status", "seed", "learning rate", *results.metrics, *results.columns]
+    head = ["run", "status", "seed", "learning rate", *with_chance(results), *results.columns]
     rows = []
     for point in results.points:
         for run in point.runs:
@@ -158,8 +155,11 @@ def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:
             status = f"{run.status}: {run.error}" if run.error else run.status
             row = [_text(run.name), _text(status), (str(run.seed), run.seed)]
             row.append((f"{run.learning_rate:g}{star}", run.learning_rate))
-            names = (*results.metrics, *results.columns)
-            row += [_value(run.metrics.get(name)) for name in names]
+            for metric in results.metrics:
+                row.append(_value(run.metrics.get(metric)))
+                if results.chance(metric) is not None:
+                    row.append(_value(run.metrics.get(chance_name(metric))))
+            row += [_value(run.metrics.get(name)) for name in results.columns]
             rows.append([*row, _code(run.command)])
     return [*head, "command"], rows
 

@@ -19,6 +19,7 @@ from training.settings import OptionError, Settings, settings
 LEARNING_RATE = "optimizer.learning_rate"
 # Options in which the runs of a point differ.
 PER_RUN = ("seed", LEARNING_RATE)
+_LONGEST = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +284,7 @@ def _solve(equal: Equal, drafts: list[_Draft]) -> list[Solved | None]:
 
 
 def _check_distinct(points: list[Point]) -> None:
-    names, same = {}, {}
+    names, same, runs = {}, {}, set()
     for point in points:
         if point.name in names:
             raise OptionError(
@@ -291,6 +292,14 @@ def _check_distinct(points: list[Point]) -> None:
             )
         names[point.name] = point.index
         for run in point.runs:
+            if run.name in runs:
+                raise OptionError(f"two runs are named {run.name}; their values are too near")
+            if len(run.name) > _LONGEST:
+                raise OptionError(
+                    f"the name of a run must have at most {_LONGEST} characters, for it names "
+                    f"files; give the axes shorter labels: {run.name}"
+                )
+            runs.add(run.name)
             if run.settings in same:
                 raise OptionError(f"{same[run.settings]} and {run.name} are the same run")
             same[run.settings] = run.name

@@ -21,7 +21,12 @@ class NoResult(RuntimeError):
 
 
 def done(
-    job: Mapping, settings: Settings, folder: RunFolder, measures: Sequence[Callable], asked
+    job: Mapping,
+    settings: Settings,
+    folder: RunFolder,
+    measures: Sequence[Callable],
+    asked: Sequence[str],
+    step_time_ms: float | None = None,
 ) -> dict:
     """The record of a run that has trained to its end.
 
@@ -31,6 +36,8 @@ def done(
       folder: where it trained.
       measures: of the study; each is called with (folder, settings).
       asked: names of numbers that the record must have.
+      step_time_ms: of a training step, where it was measured apart; None: the median over the
+        lines, the first of which compiles.
 
     Raises:
       NoResult: the run has not reached its last step, or a number is missing or not finite.
@@ -40,7 +47,7 @@ def done(
         at = lines[-1]["step"] if lines else "none"
         raise NoResult(f"metrics end at step {at}, not at {settings.train.steps}")
     numbers = dict(lines[-1]) | dataclasses.asdict(bill(settings))
-    numbers["step_time_ms"] = _step_time_ms(lines, settings)
+    numbers["step_time_ms"] = step_time_ms or _step_time_ms(lines, settings)
     for measure in measures:
         numbers |= measure(folder, settings)
     for name in asked:
@@ -63,7 +70,6 @@ def _head(job: Mapping, status: str) -> dict:
 
 
 def _step_time_ms(lines: Sequence[Mapping], settings: Settings) -> float:
-    """Milliseconds of a training step, the median over the lines: the first one compiles."""
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     tokens = settings.train.batch_size * settings.task.length
     return 1000 * tokens / float(np.median(rates))

@@ -33,12 +33,16 @@ def machine(results: Results) -> list[str]:
 
 def head(results: Results) -> tuple[str, ...]:
     """Names of the columns of the table of points."""
-    columns = ["point"]
+    names = ("point", *with_chance(results), *results.columns, "learning rate", "seeds")
+    return tuple(map(spaced, names))
+
+
+def with_chance(results: Results) -> list[str]:
+    """The metrics, each with its chance behind it where there is one."""
+    columns = []
     for metric in results.metrics:
-        columns.append(metric)
-        if results.chance(metric) is not None:
-            columns.append("chance")
-    return tuple(map(spaced, (*columns, *results.columns, "learning rate", "seeds")))
+        columns += [metric, "chance"] if results.chance(metric) is not None else [metric]
+    return columns
 
 
 def spaced(name: str) -> str:

@@ -57,7 +57,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def train(run: Mapping, folder: SweepFolder, study: Study, programs=None) -> None:
+def train(
+    run: Mapping, folder: SweepFolder, study: Study, programs=None, step_time_ms=None
+) -> None:
     """Trains one run to its end and writes its result, or why it has none.
 
     Args:
@@ -65,12 +67,13 @@ def train(run: Mapping, folder: SweepFolder, study: Study, programs=None) -> Non
       folder: of the sweep.
       study: what is asked of every run.
       programs: as for ``training.loop.train``.
+      step_time_ms: as for ``result.done``.
     """
     try:
         typed, mine = settings(run["config"]), folder.run(run["name"])
         loop.train(run["config"], typed, mine, programs)
         asked = (*study.metrics, *study.columns)
-        record = result.done(run, typed, mine, study.measures, asked)
+        record = result.done(run, typed, mine, study.measures, asked, step_time_ms)
     except _EXPECTED as error:
         record = result.failed(run, f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -80,19 +83,23 @@ def train(run: Mapping, folder: SweepFolder, study: Study, programs=None) -> Non
 
 
 def train_pack(job: Mapping, runs: Sequence[Mapping], folder: SweepFolder, study: Study) -> None:
-    """Trains runs as one program; not at all where that is measured to be slower.
+    """Trains runs as one program; not at all where it is to be faster and is not.
 
     What was measured is in the folder's ``packs``, for whoever has to train them otherwise.
     """
     typed = [settings(run["config"]) for run in runs]
     packed = make_packed_interval(typed)
-    if job["pack"] == "auto":
-        record = packs.measure(typed, job["at_once"], packed).record()
-        write_json(folder.pack(job["name"]), record)
-        if not record["packed"]:
-            return
+    measured = packs.measure(typed, job["at_once"], packed)
+    packing = measured.pays or job["pack"] == "on"
+    write_json(folder.pack(job["name"]), {"packed": packing, **measured.record()})
+    if not packing:
+        return
     pack = Pack(typed, packed)
-    loops = [lambda programs, run=run: train(run, folder, study, programs) for run in runs]
+    # What a step of the pack takes is not comparable with the steps of other runs.
+    alone_ms = 1000 * measured.alone_step
+    loops = [
+        lambda programs, run=run: train(run, folder, study, programs, alone_ms) for run in runs
+    ]
     for error in train_together(loops, pack):
         if error is not None:
             raise error

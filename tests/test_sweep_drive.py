@@ -186,7 +186,7 @@ def test_packing_pays_where_all_runs_are_ready_earlier():
 
     # Two at a time are ready in half the time: 24 s.
     assert not dataclasses.replace(measured, at_once=2).pays
-    assert dataclasses.replace(measured, at_once=2).record()["packed"] is False
+    assert dataclasses.replace(measured, at_once=2).record()["seconds_alone"] == 24
 
 
 # --- The folder and its lock ---------------------------------------------------------------------

@@ -113,6 +113,7 @@ def test_the_runs_of_a_point_differ_in_seed_and_learning_rate():
         (chain(case("a"), case("b")), "a,seed=0 and b,seed=0 are the same run"),
         (chain(case("a"), case("b", {"model.num_layers": 2})), "a,seed=0 and b,seed=0 are the"),
         (axis("seed", 1, 2), "seed is no axis"),
+        (axis("task.length", 64, label="x" * 200), "at most 200 characters"),
     ],
 )
 def test_a_point_that_cannot_run_is_named(axes, said):
@@ -126,6 +127,11 @@ def test_overrides_hold_for_every_point_that_reads_them():
     assert [run.settings.train.steps for run in found.runs] == [20, 20]
     assert found.points[0].runs[0].config["attention"]["gqa"]["bias"] is True
     assert "attention.gqa.bias" not in found.points[1].runs[0].changes
+
+
+def test_learning_rates_that_share_a_name_are_refused():
+    with pytest.raises(OptionError, match=r"two runs are named base,lr=0\.001,seed=0"):
+        plan(learning_rates=(1e-3, 1.0000001e-3))
 
 
 @pytest.mark.parametrize(
