@@ -139,14 +139,13 @@ def dry_run(request: Request, plan: Plan) -> None:
     rate = estimate.measure(plan)
     rows = []
     for point in plan.points:
-        changes = request.plan.points[point.index].labels
         seconds = sum(estimate.seconds(run, point.bill, rate) for run in point.runs)
         rows.append((
-            f"{point.index} {point.name}", " ".join(changes), str(len(point.runs)),
+            f"{point.index} {point.name}", str(len(point.runs)),
             f"{point.bill.parameters:,}", f"{point.bill.cache_bytes_per_token:,}",
             f"{point.bill.flops_per_step / 1e9:.3g}", f"{seconds / 60:.1f}",
         ))  # fmt: skip
-    columns = ("point", "labels", "runs", "parameters", "cache bytes per token", "GFLOP per step",
+    columns = ("point", "runs", "parameters", "cache bytes per token", "GFLOP per step",
                "core minutes")  # fmt: skip
     table(f"{request.name}: {len(plan.runs)} runs of {len(plan.points)} points", rows, columns)
     for point in plan.points:

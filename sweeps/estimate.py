@@ -37,6 +37,6 @@ def sentence(plan: Plan, rate: tuple[float, float]) -> str:
     whole = sum(seconds(run, point.bill, rate) for point in plan.points for run in point.runs)
     cores = len(available_cores())
     return (
-        f"About {whole / 60:.0f} core minutes, {whole / cores / 60:.0f} minutes on {cores} cores: "
+        f"About {whole / 60:.1f} core minutes, {whole / cores / 60:.1f} on {cores} cores: "
         f"a step of {plan.points[0].name} was timed, the others follow by their FLOPs"
     )

@@ -192,7 +192,7 @@ def test_a_run_that_diverges_is_marked_and_not_averaged(environment, tmp_path):
     ("argv", "said"),
     [
         ((), "--config is needed"),
-        ((f"--config={TINY}", "--config.model.num_heads=3"), "point gqa: "),
+        ((f"--config={TINY}", "--config.model.num_heads=3"), "point gqa,seed=0: "),
         ((f"--config={TINY}", "--config.model.num_head=3"), "num_head is not an option"),
         (("--config=configs/gqa.py",), "has no get_sweep"),
         (("--report_only", "--workdir=configs"), "no sweep folder"),
@@ -213,8 +213,8 @@ def test_a_dry_run_lists_cost_and_time_and_writes_nothing(environment, tmp_path)
     code, out, _ = sweep(environment, *tiny(tmp_path / "x", "--dry_run", "--seeds=3"))
     assert code == 0 and not (tmp_path / "x").exists()
     assert "6 runs of 2 points" in out
-    assert re.search(r"│ 0 gqa +│ gqa +│ +3 │ +528 │ +64 │ +0\.\d+ │ +\d+\.\d │", out), out
-    assert re.search(r"About \d+ core minutes, \d+ minutes on \d+ cores", out)
+    assert re.search(r"│ 0 gqa +│ +3 │ +528 │ +64 │ +0\.\d+ │ +\d+\.\d │", out), out
+    assert re.search(r"About \d+\.\d core minutes, \d+\.\d on \d+ cores", out)
 
 
 # --- Kills ---------------------------------------------------------------------------------------
