@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from analysis.plots import COLOURS, STYLES
 from sweeps.results import PointResult, Results, RunResult
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Their number has no divisor in common with that of the colours, so that pairs repeat late.
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def draw_comparison(results: Results, path: Path) -> Path:
         axes.set(xlabel=metric)
         _clean(axes)
     panels[0].set_yticks(range(len(points)), [point.name for point in points], fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(points) - 0.5, -0.5)
     figure.savefig(path, dpi=150)
     return path
 
@@ -141,6 +142,7 @@ class Scatter:
             axes.set_ylim(-0.02, 1.02)
         if self.log:
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         _clean(axes)

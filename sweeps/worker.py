@@ -53,7 +53,9 @@ def main(path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not sys.stdin, whose lock would be held when Python ends.
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 
