@@ -40,7 +40,7 @@ class RayExecutor:
                 address=address, log_to_driver=False, logging_level="WARNING",
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
             )  # fmt: skip
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (ray.exceptions.RayError, ConnectionError, ValueError, RuntimeError) as error:
             raise OptionError(
                 f"--ray_address={address}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`"

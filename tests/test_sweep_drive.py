@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
+import re
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from sweeps import packs, result
+from sweeps import local, packs, result
+from sweeps.command import Resources
 from sweeps.description import describe
 from sweeps.drive import drive
 from sweeps.executor import Ended
@@ -78,8 +84,6 @@ def folder(tmp_path):
 
 
 def tiny_path():
-    from pathlib import Path
-
     return Path(tiny_sweep.__file__)
 
 
@@ -165,8 +169,6 @@ def test_a_pack_that_dies_goes_on_as_a_pack_without_what_is_done(folder):
 
 
 def test_packs_hold_what_differs_in_seed_and_learning_rate_only():
-    import dataclasses
-
     study = dataclasses.replace(STUDY, learning_rates=(1e-3, 1e-2))
     plan = make_plan(study, tiny_sweep.get_config().to_dict())
     assert [len(group) for group in packs.group(plan.runs, "on")] == [4, 4]
@@ -182,11 +184,38 @@ def test_packing_pays_where_all_runs_are_ready_earlier():
         packed_step=0.3,
     )  # fmt: skip
     assert measured.alone == 4 * 12 and measured.packed == 33 and measured.pays
-    import dataclasses
-
     # Two at a time are ready in half the time: 24 s.
     assert not dataclasses.replace(measured, at_once=2).pays
     assert dataclasses.replace(measured, at_once=2).record()["seconds_alone"] == 24
+
+
+def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
+    def resources(executor, **changes):
+        given = {"ray_address": "auto", "workers": None, "cores_per_run": 1}
+        given |= {"gpus_per_run": 0.0, "memory_per_run": 0.0}
+        return Resources(executor, **given | changes)
+
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    for wanted, said in (
+        (resources("ray"), "needs Ray: pip install -r requirements-cluster.txt"),
+        (resources("ray", workers=2), "--workers is for this machine"),
+        (resources("local", gpus_per_run=1.0), "set --executor=ray"),
+        (resources("local", workers=0), "--workers must be at least 1, got 0"),
+        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1, got 0"),
+        (resources("slurm"), "local or ray, got 'slurm'"),
+    ):
+        with pytest.raises(OptionError, match=re.escape(said)):
+            wanted.make(retries=0)
+
+
+def test_this_machine_is_divided_among_its_processes(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(local, "available_cores", lambda: [0, 2, 3, 5, 7])
+    assert local.LocalExecutor().slots == 5
+    two = local.LocalExecutor(cores_per_run=2)
+    assert two.slots == 2 and [cores for _, cores in two._shares] == [[0, 2], [3, 5]]
+    assert local.LocalExecutor(cores_per_run=8)._shares[0][1] == [0, 2, 3, 5, 7]
+    assert local.LocalExecutor(workers=7).slots == 7
 
 
 # --- The folder and its lock ---------------------------------------------------------------------
@@ -258,8 +287,6 @@ def test_the_lock_of_a_dead_process_is_taken_over_with_a_word(folder):
 def test_a_lock_is_waited_for(tmp_path):
     held = contextlib.ExitStack()
     held.enter_context(locked(tmp_path / "lock", "it"))
-    import threading
-
     threading.Timer(0.2, held.close).start()
     with locked(tmp_path / "lock", "it", wait=30):
         pass
