@@ -148,6 +148,10 @@ def test_packed_runs_equal_unpacked_ones(undisturbed, environment, tmp_path):
     assert (code, err) == (0, ""), err
     assert "gqa,seed=0 and 1 more as one program" in out
     ours, theirs = SweepFolder(tmp_path / "packed"), SweepFolder(path)
+    measured = json.loads(ours.pack("gqa,seed=0,and 1 more").read_text())
+    assert measured["packed"] and measured["runs"] == 2 and measured["steps"] == 10
+    for way in ("packed", "alone"):
+        assert measured[f"{way}_compile"] > 0 and measured[f"{way}_step"] > 0
     for name in NAMES:
         mine, other = ours.run(name).read_metrics(), theirs.run(name).read_metrics()
         assert [line["step"] for line in mine] == [line["step"] for line in other]
@@ -158,18 +162,6 @@ def test_packed_runs_equal_unpacked_ones(undisturbed, environment, tmp_path):
         assert mine.step == other.step == 10
         for leaf, value in other.params.items():
             np.testing.assert_allclose(mine.params[leaf], value, rtol=1e-3, atol=1e-5)
-
-
-def test_auto_packs_what_it_has_measured_and_says_what(environment, tmp_path):
-    argv = tiny(tmp_path / "auto", "--only=gqa")
-    code, _, err = sweep(environment, *argv)
-    assert (code, err) == (0, ""), err
-    (record,) = (tmp_path / "auto" / "packs").iterdir()
-    measured = json.loads(record.read_text())
-    assert measured["runs"] == 2 and measured["steps"] == 10
-    assert measured["packed"] == (measured["seconds_packed"] < measured["seconds_alone"])
-    done = SweepFolder(tmp_path / "auto")
-    assert [done.is_done(name) for name in NAMES] == [True, True, False, False]
 
 
 def test_a_run_that_diverges_is_marked_and_not_averaged(environment, tmp_path):
