@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -213,11 +214,12 @@ def test_a_dry_run_lists_cost_and_time_and_writes_nothing(environment, tmp_path)
 
 
 def workers(driver: subprocess.Popen) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(driver.pid).children()
-        if "sweeps.worker" in child.cmdline()
-    ]
+    found = []
+    for child in psutil.Process(driver.pid).children():
+        # One that has just ended has no command line any more.
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "sweeps.worker" in child.cmdline() else []
+    return found
 
 
 def wait_until(condition, driver):
@@ -253,7 +255,8 @@ def test_a_killed_driver_and_killed_workers_change_no_result(
         wait_until(lambda: workers(driver) or len(list((path / "results").glob("*"))) == 4, driver)
         time.sleep(chance.uniform(0, 4))
         for worker in workers(driver)[:1]:
-            worker.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(signal.SIGKILL)
     out, err = driver.communicate(timeout=300)
     assert (driver.returncode, err) == (0, ""), (out, err)
     assert "was left locked: process" in out
