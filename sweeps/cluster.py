@@ -6,12 +6,15 @@ The checkout, its environment and the sweep folder must be on a file system that
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 from sweeps.executor import ROOT, Ended, Job, how_it_ended, start_process
 from training.settings import OptionError
 
 _PAUSE = 0.2
+# Seconds for the cluster's head to answer.
+_REACH = 10.0
 
 
 class RayExecutor:
@@ -36,11 +39,12 @@ class RayExecutor:
         self._ray = ray
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         try:
+            _reach(address)
             ray.init(
                 address=address, log_to_driver=False, logging_level="WARNING",
                 runtime_env={"env_vars": {"PYTHONPATH": path}},
             )  # fmt: skip
-        except (ray.exceptions.RayError, ConnectionError, ValueError, RuntimeError) as error:
+        except (ray.exceptions.RayError, OSError, ValueError, RuntimeError) as error:
             raise OptionError(
                 f"--ray_address={address}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`"
@@ -76,6 +80,13 @@ class RayExecutor:
             self._ray.cancel(reference, force=True)
         self._running = {}
         self._ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises OSError where nothing listens; Ray would try for minutes, and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_REACH).close()
 
 
 def _train(job: Job, cores: int) -> str:
