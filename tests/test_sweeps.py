@@ -56,9 +56,11 @@ def start(environment, *argv: str) -> subprocess.Popen:
 
 
 def sweep(environment, *argv: str) -> tuple[int, str, str]:
-    process = start(environment, *argv)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+    done = subprocess.run(
+        [sys.executable, "sweep.py", *argv], cwd=ROOT, env=environment, text=True,
+        stdin=subprocess.DEVNULL, capture_output=True, timeout=300,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 def tiny(folder: Path, *argv: str) -> list[str]:
