@@ -5,16 +5,19 @@ AOT_PYTHON := .venv-aot/bin/python
 
 # Assigned with =, so that the command line sets them and the environment does not.
 CONFIG = configs/gqa.py
+STUDY = variants
 WORKDIR =
 TORCH_PYTHON =
 ARGS =
 
-.PHONY: help setup setup-dev setup-aot train eval bench test test-kernels test-aot lint format
+.PHONY: help setup setup-dev setup-aot setup-cluster train eval sweep bench test test-kernels \
+	test-aot lint format
 
 help:
 	@echo 'make setup                           install requirements.txt into .venv'
 	@echo 'make train [CONFIG=configs/mqa.py]   train; ARGS="--config.train.steps=300" overrides'
 	@echo 'make eval  [WORKDIR=runs/gqa]        evaluate a run folder'
+	@echo 'make sweep [STUDY=variants]          run configs/sweeps/variants.py and report it'
 	@echo 'make bench [TORCH_PYTHON=PATH]       time steps, attention and decoding, beside PyTorch if given'
 	@echo 'make test  [ARGS="-k masks"]         run the tests'
 	@echo 'make test-kernels                    run the kernels in interpreters, on any machine'
@@ -32,11 +35,18 @@ setup-dev:
 setup-aot:
 	@scripts/setup.sh requirements-aot.txt .venv-aot
 
+# Into the environment of the tests, which start a cluster on this machine where they find Ray.
+setup-cluster:
+	@scripts/setup.sh requirements-cluster.txt
+
 train: setup
 	$(PYTHON) train.py --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 eval: setup
 	$(PYTHON) eval.py --workdir=$(or $(WORKDIR),runs/$(basename $(notdir $(CONFIG)))) $(ARGS)
+
+sweep: setup
+	$(PYTHON) sweep.py --config=configs/sweeps/$(STUDY).py $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
 # One at a time: they measure.
 bench: setup

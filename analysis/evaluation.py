@@ -12,7 +12,7 @@ import numpy as np
 from models.decoder import Decoder, reads_memory
 from models.generate import generate
 from models.pure import merge, split
-from tasks import Task, evaluation_key
+from tasks import Batch, Task, evaluation_key
 from tasks.space import expected_overlap
 from training.metrics import Counts
 from training.settings import Settings
@@ -74,10 +74,7 @@ def _at_length(
         settings.objective.check(settings.model.all_layers(), task.first_answer)
     except ValueError:
         return dataclasses.replace(row, note="the mask would show the answers at this length")
-    key = evaluation_key(settings.eval.seed, 2**31 + length)
-    batch = task.sample(key, sequences)
-    graph, params = split(model)
-    forced = _teacher_forced(graph, settings.objective, params, batch, key, task.chance).ratios()
+    batch, forced = forced_accuracy(model, settings, task, length, sequences)
     row = dataclasses.replace(
         row, accuracy=forced["accuracy"], sequence_accuracy=forced["sequence_accuracy"]
     )
@@ -93,6 +90,17 @@ def _at_length(
         generated_accuracy=float(right.mean()),
         generated_sequence_accuracy=float(right.all(-1).mean()),
     )
+
+
+def forced_accuracy(
+    model: Decoder, settings: Settings, task: Task, stream: int, sequences: int
+) -> tuple[Batch, dict[str, float]]:
+    """The sequences of a task that belong to ``stream``, and ``Counts.ratios`` on them."""
+    key = evaluation_key(settings.eval.seed, 2**31 + stream)
+    batch = task.sample(key, sequences)
+    graph, params = split(model)
+    counts = _teacher_forced(graph, settings.objective, params, batch, key, task.chance)
+    return batch, counts.ratios()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -23,7 +23,9 @@ class Diverged(RuntimeError):
     """A loss, gradient or parameter is not finite; says at which step."""
 
 
-def train(config: Mapping, settings: Settings, folder: RunFolder) -> list[dict] | None:
+def train(
+    config: Mapping, settings: Settings, folder: RunFolder, programs=None
+) -> list[dict] | None:
     """Trains until the last step, from the newest checkpoint where the folder has one.
 
     A line of metrics is written at the multiples of ``train.log_every`` and ``train.eval_every``,
@@ -31,6 +33,13 @@ def train(config: Mapping, settings: Settings, folder: RunFolder) -> list[dict] 
     ``gradient_norm`` are means over the steps since the last line; its evaluation, where it has
     one, is of the state after its ``step``. Losses and gradients of all steps are checked at
     every line.
+
+    Args:
+      config: resolved options.
+      settings: the same, typed.
+      folder: of the run.
+      programs: what ``make_interval`` and ``make_evaluation`` of ``training.step`` make, or what
+        does the same for many runs at once; None: those two.
 
     Returns:
       The lines of metrics.jsonl; None where the run was finished already.
@@ -65,13 +74,13 @@ def train(config: Mapping, settings: Settings, folder: RunFolder) -> list[dict] 
         ):
             if resumed:
                 reporter.say(f"resuming {folder.path} at step {first}")
-            _run(settings, folder, saved, state, resumed, reporter, events)
+            programs = programs or (make_interval(settings), make_evaluation(settings))
+            _run(settings, folder, saved, state, resumed, reporter, events, *programs)
         saved.wait()
     return folder.read_metrics()
 
 
-def _run(settings, folder, saved, state, resumed, reporter, events) -> None:
-    interval, evaluate = make_interval(settings), make_evaluation(settings)
+def _run(settings, folder, saved, state, resumed, reporter, events, interval, evaluate) -> None:
     rate = optimizer.learning_rate(settings.optimizer, settings.train.steps)
     tokens_per_step = settings.train.batch_size * settings.task.length
     steps, step, latest = settings.train.steps, int(state.step), {}

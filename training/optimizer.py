@@ -64,24 +64,32 @@ def _cosine(steps: int) -> optax.Schedule:
 SCHEDULES = {"constant": _constant, "cosine": _cosine}
 
 
-def learning_rate(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """Learning rate of the step after ``count`` steps were taken; ``steps`` is their total."""
+def learning_rate(
+    options: OptimizerOptions, steps: int, highest: float | jax.Array | None = None
+) -> optax.Schedule:
+    """Learning rate of the step after ``count`` steps were taken; ``steps`` is their total.
+
+    ``highest`` stands in for ``options.learning_rate``; it may be traced.
+    """
+    highest = options.learning_rate if highest is None else highest
     after = SCHEDULES[options.schedule](steps - options.warmup_steps)
 
     def schedule(count: jax.Array) -> jax.Array:
         warm = jnp.minimum((count + 1) / (options.warmup_steps + 1), 1)
         shape = after(jnp.maximum(count - options.warmup_steps, 0))
-        return jnp.asarray(options.learning_rate * warm * shape, jnp.float32)
+        return jnp.asarray(highest * warm * shape, jnp.float32)
 
     return schedule
 
 
-def optimizer(options: OptimizerOptions, steps: int) -> optax.GradientTransformation:
-    """The optax transformation for parameters by path."""
+def optimizer(
+    options: OptimizerOptions, steps: int, highest: float | jax.Array | None = None
+) -> optax.GradientTransformation:
+    """The optax transformation for parameters by path; arguments as in ``learning_rate``."""
     return optax.chain(
         optax.clip_by_global_norm(options.clip_norm),
         optax.adamw(
-            learning_rate(options, steps),
+            learning_rate(options, steps, highest),
             b1=options.beta1,
             b2=options.beta2,
             weight_decay=options.weight_decay,

@@ -51,12 +51,7 @@ class RunFolder:
                     "folder; choose another --workdir"
                 )
             return
-        saved, wanted = dict(flatten(self.read_config())), dict(flatten(jsonable(config)))
-        differing = [
-            f"{name} was {saved.get(name, 'absent')}, now {wanted.get(name, 'absent')}"
-            for name in sorted(saved.keys() | wanted.keys())
-            if saved.get(name) != wanted.get(name) and name not in NEUTRAL
-        ]
+        differing = differences(self.read_config(), config)
         if differing:
             raise OptionError(
                 f"--workdir={self.path} holds a run with other options: {'; '.join(differing)}. "
@@ -125,6 +120,16 @@ def flatten(tree: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def differences(saved: Mapping, wanted: Mapping) -> list[str]:
+    """Where two sets of options differ in what a result depends on, one text for each option."""
+    old, new = dict(flatten(saved)), dict(flatten(jsonable(wanted)))
+    return [
+        f"{name} was {old.get(name, 'absent')}, now {new.get(name, 'absent')}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name not in NEUTRAL
+    ]
 
 
 def jsonable(tree: Mapping) -> dict:

@@ -36,18 +36,19 @@ def graph_of(settings: Settings) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: settings.model.build(nnx.Rngs(0))))[0]
 
 
-def make_interval(settings: Settings):
-    """``interval(state, until) → (state, history)``: the steps up to ``until``, at most log_every.
+def make_step(settings: Settings, train_seed: int | jax.Array, learning_rate: float | jax.Array):
+    """``step(state) → (state, {"loss", "gradient_norm"})``: one optimizer step, to be compiled.
 
-    One program serves every interval, the shorter ones too: the loop has a fixed length and the
-    steps past ``until`` are skipped. The state is donated. ``history`` holds ``loss`` (nats) and
-    ``gradient_norm`` of each step in turn, NaN-free where a step was skipped (0).
+    Args:
+      settings: of the run; its seeds and its learning rate are not read here.
+      train_seed: of batches; it may be traced.
+      learning_rate: the highest of the schedule; it may be traced.
     """
     graph, task = graph_of(settings), settings.task
-    transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
+    transformation = optimizers.optimizer(settings.optimizer, settings.train.steps, learning_rate)
 
     def step(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
-        data_key = train_key(settings.train_seed, state.step)
+        data_key = train_key(train_seed, state.step)
         batch = task.sample(data_key, settings.train.batch_size)
 
         def loss_of(params):
@@ -65,6 +66,18 @@ def make_interval(settings: Settings):
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, state.key)
         return new, {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+
+    return step
+
+
+def make_interval(settings: Settings):
+    """``interval(state, until) → (state, history)``: the steps up to ``until``, at most log_every.
+
+    One program serves every interval, the shorter ones too: the loop has a fixed length and the
+    steps past ``until`` are skipped. The state is donated. ``history`` holds ``loss`` (nats) and
+    ``gradient_norm`` of each step in turn, NaN-free where a step was skipped (0).
+    """
+    step = make_step(settings, settings.train_seed, settings.optimizer.learning_rate)
 
     def skip(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         return state, {"loss": jnp.float32(0), "gradient_norm": jnp.float32(0)}

@@ -1,0 +1,224 @@
+"""What sweep.py does, beside reading its flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from sweeps import estimate, results
+from sweeps import report as reports
+from sweeps.cluster import RayExecutor
+from sweeps.description import describe
+from sweeps.drive import Outcome, drive
+from sweeps.executor import Executor
+from sweeps.fairness import Equal
+from sweeps.folder import SweepFolder
+from sweeps.local import LocalExecutor
+from sweeps.packs import MODES
+from sweeps.plan import Plan, make_plan
+from sweeps.progress import SweepProgress
+from sweeps.study import Study, load
+from sweeps.tables import body, head
+from sweeps.verdicts import judge
+from training.progress import table
+from training.settings import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A sweep file as the user asks for it.
+
+    Attributes:
+      name: of the sweep.
+      path: of its file.
+      study: what it asks.
+      plan: all its points.
+    """
+
+    name: str
+    path: str
+    study: Study
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What runs where; see the flags of sweep.py."""
+
+    executor: str
+    ray_address: str
+    workers: int | None
+    cores_per_run: int
+    gpus_per_run: float
+    memory_per_run: float
+
+    def make(self, retries: int) -> Executor:
+        """The executor.
+
+        Raises:
+          OptionError: there is no such executor, or it cannot be had.
+        """
+        if self.executor == "local":
+            if self.gpus_per_run or self.memory_per_run:
+                raise OptionError(
+                    "--gpus_per_run and --memory_per_run are asked of a cluster; "
+                    "set --executor=ray, or leave them out"
+                )
+            return LocalExecutor(self.workers, self.cores_per_run)
+        if self.executor == "ray":
+            if self.workers is not None:
+                raise OptionError("--workers is for this machine; a cluster fills itself")
+            return RayExecutor(
+                self.ray_address,
+                self.cores_per_run,
+                self.gpus_per_run,
+                self.memory_per_run,
+                retries,
+            )
+        raise OptionError(f"--executor must be local or ray, got {self.executor!r}")
+
+
+def read_request(
+    holder: flags.FlagHolder, seeds: str | None, equal: str | None, equal_to: str | None
+) -> Request:
+    """The sweep file with the user's overrides, every run checked.
+
+    Raises:
+      OptionError: a mistake in the file, the overrides or the other options.
+    """
+    flag = flags.FLAGS[holder.name]
+    if not flag.present:
+        raise OptionError("--config is needed, such as --config=configs/sweeps/variants.py")
+    path = config_flags.get_config_filename(flag)
+    study = load(path)
+    if (equal is None) != (equal_to is None):
+        raise OptionError("--equal and --equal_to go together: a quantity and the point to match")
+    plan = make_plan(
+        study,
+        holder.value.to_dict(),
+        config_flags.get_override_values(flag),
+        seeds=None if seeds is None else read_seeds(seeds),
+        equal=None if equal is None else Equal(equal, equal_to),
+    )
+    return Request(Path(path).stem, path, study, plan)
+
+
+def read_seeds(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise OptionError(f"--seeds takes a number or a list such as 0,3,7, got {text!r}")
+    numbers = tuple(int(part) for part in parts)
+    if len(parts) > 1:
+        for seed in numbers:
+            if numbers.count(seed) > 1:
+                raise OptionError(f"--seeds={text} has {seed} twice")
+        return numbers
+    if numbers[0] < 1:
+        raise OptionError(f"--seeds must be at least 1, got {text}")
+    return tuple(range(numbers[0]))
+
+
+def choose(request: Request, only: str | None, point: int | None) -> Plan:
+    """The part of the plan that is to run.
+
+    Raises:
+      OptionError: nothing is chosen, or both ways of choosing are used.
+    """
+    if only is not None and point is not None:
+        raise OptionError("--only and --point exclude each other")
+    if point is not None:
+        return request.plan.at(point)
+    return request.plan if only is None else request.plan.only(only)
+
+
+def dry_run(request: Request, plan: Plan) -> None:
+    """Prints the points with parameters, cost and an estimate of time."""
+    rate = estimate.measure(plan)
+    rows = []
+    for point in plan.points:
+        seconds = sum(estimate.seconds(run, point.bill, rate) for run in point.runs)
+        rows.append((
+            f"{point.index} {point.name}", str(len(point.runs)),
+            f"{point.bill.parameters:,}", f"{point.bill.cache_bytes_per_token:,}",
+            f"{point.bill.flops_per_step / 1e9:.3g}", f"{seconds / 60:.1f}",
+        ))  # fmt: skip
+    columns = ("point", "runs", "parameters", "cache bytes per token", "GFLOP per step",
+               "core minutes")  # fmt: skip
+    table(f"{request.name}: {len(plan.runs)} runs of {len(plan.points)} points", rows, columns)
+    for point in plan.points:
+        if point.solved:
+            print(f"{point.name}: {point.solved}")
+    print(estimate.sentence(plan, rate))
+
+
+def sweep(
+    request: Request, plan: Plan, workdir: str, resources: Resources, retries: int, pack: str,
+    one_point: bool,
+) -> int:  # fmt: skip
+    """Runs what is missing, reports, and returns the exit code: 1 where a run has failed.
+
+    Raises:
+      OptionError: the folder holds something else or is in use. Nothing has been changed.
+    """
+    if workdir == "":
+        raise OptionError("--workdir is empty; name a folder, or leave it out")
+    if retries < 0:
+        raise OptionError(f"--retries must not be negative, got {retries}")
+    if pack not in MODES:
+        raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {pack!r}")
+    folder = SweepFolder(workdir)
+    folder.check_usable_for(request.name, request.plan)
+    executor = resources.make(retries)
+    with folder.locked(plan.points[0].name if one_point else None) as left:
+        # Once more: it may have been another's between the look and the lock.
+        folder.check_usable_for(request.name, request.plan)
+        description = describe(request.name, request.path, request.study, request.plan)
+        folder.begin(description, Path(request.path))
+        with SweepProgress() as progress:
+            for sentence in left:
+                progress.say(sentence)
+            outcome = drive(plan, folder, executor, progress, retries, pack)
+        if one_point:
+            print(f"report: python sweep.py --report_only --workdir={workdir}")
+        else:
+            _report(folder, request.study)
+    return _conclude(outcome, workdir)
+
+
+def report(workdir: str, path: str | None) -> int:
+    """Writes the report of a folder again, whatever state its runs are in.
+
+    Args:
+      workdir: of the sweep.
+      path: of a sweep file whose verdicts and pictures to use; None: as the folder keeps it.
+    """
+    folder = SweepFolder(workdir)
+    folder.read_description()
+    _report(folder, load(folder.study if path is None else path))
+    return 0
+
+
+def _report(folder: SweepFolder, study: Study) -> None:
+    found = results.read(folder)
+    written = reports.write(folder, study, found)
+    table(
+        f"{found.name}: {found.description['question']}", body(found, interval=False), head(found)
+    )
+    for verdict in judge(study.verdicts, found):
+        print(f"{verdict}: {verdict.claim}\n    {verdict.expected}; measured {verdict.measured}")
+    print(f"saved {', '.join(str(path) for path in written)}")
+
+
+def _conclude(outcome: Outcome, workdir: str) -> int:
+    if not outcome.errors:
+        return 0
+    for name, error in outcome.errors.items():
+        print(f"FAILED {name}: {error}")
+    print(
+        f"{len(outcome.errors)} of {len(outcome.errors) + len(outcome.done)} runs have no result; "
+        f"the same command tries them again, the others are kept in {workdir}"
+    )
+    return 1

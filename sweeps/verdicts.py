@@ -1,0 +1,148 @@
+"""Claims put to the results: what was expected, what was measured, and whether they agree.
+
+A verdict of a study is any function of ``results.Results`` that returns a ``Verdict``; those here
+are values that do so. What cannot be judged because runs are missing is not confirmed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from sweeps.results import Results, Sample
+
+CONFIRMED, NOT_CONFIRMED = "CONFIRMED", "NOT CONFIRMED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of a claim.
+
+    Attributes:
+      claim: a sentence, with the row of the claims' table or the paper it is from.
+      expected: what would confirm it.
+      measured: what was found.
+      confirmed: whether that is what was expected.
+    """
+
+    claim: str
+    expected: str
+    measured: str
+    confirmed: bool
+
+    def __str__(self) -> str:
+        return CONFIRMED if self.confirmed else NOT_CONFIRMED
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """The mean of a point is at least a bound."""
+
+    claim: str
+    point: str
+    metric: str
+    bound: float
+
+    def __call__(self, results: Results) -> Verdict:
+        found = results.sample(self.point, self.metric)
+        expected = f"{self.metric} of {self.point} ≥ {self.bound:g}"
+        return Verdict(self.claim, expected, describe(found), found.mean >= self.bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class Below:
+    """The mean of a point is at most a bound."""
+
+    claim: str
+    point: str
+    metric: str
+    bound: float
+
+    def __call__(self, results: Results) -> Verdict:
+        found = results.sample(self.point, self.metric)
+        expected = f"{self.metric} of {self.point} ≤ {self.bound:g}"
+        return Verdict(self.claim, expected, describe(found), found.mean <= self.bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exceeds:
+    """The mean of a point is above that of another, by at least so much."""
+
+    claim: str
+    point: str
+    other: str
+    metric: str
+    by: float
+
+    def __call__(self, results: Results) -> Verdict:
+        ours, theirs = (results.sample(name, self.metric) for name in (self.point, self.other))
+        expected = f"{self.metric} of {self.point} − {self.other} ≥ {self.by:g}"
+        measured = f"{ours.mean - theirs.mean:.4g}: {describe(ours)} and {describe(theirs)}"
+        return Verdict(self.claim, expected, measured, ours.mean - theirs.mean >= self.by)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """The mean of a point, divided by that of another, is a number, within a share of it."""
+
+    claim: str
+    point: str
+    other: str
+    metric: str
+    ratio: float
+    within: float = 0.0
+
+    def __call__(self, results: Results) -> Verdict:
+        ours, theirs = (results.sample(name, self.metric) for name in (self.point, self.other))
+        found = ours.mean / theirs.mean if theirs.mean else math.nan
+        around = f" ± {self.within:.0%}" if self.within else ""
+        expected = f"{self.metric} of {self.point} / {self.other} = {self.ratio:g}{around}"
+        measured = f"{found:.4g}: {describe(ours)} and {describe(theirs)}"
+        near = abs(found - self.ratio) <= self.within * abs(self.ratio) + 1e-9
+        return Verdict(self.claim, expected, measured, near)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllAbove:
+    """The means of several points are all at least a bound."""
+
+    claim: str
+    points: tuple[str, ...]
+    metric: str
+    bound: float
+
+    def __call__(self, results: Results) -> Verdict:
+        found = {point: results.sample(point, self.metric) for point in self.points}
+        expected = f"{self.metric} of {', '.join(self.points)} ≥ {self.bound:g}"
+        measured = "; ".join(f"{point} {describe(sample)}" for point, sample in found.items())
+        confirmed = all(sample.mean >= self.bound for sample in found.values())
+        return Verdict(self.claim, expected, measured, confirmed)
+
+
+def describe(sample: Sample) -> str:
+    """A sample in words: its mean, spread and interval, as far as there are any."""
+    if not sample.values:
+        return "no result"
+    if (interval := sample.interval) is None:
+        return f"{sample.mean:.4g} (one seed)"
+    if not sample.spread:
+        return f"{sample.mean:.4g} ({len(sample.values)} seeds)"
+    low, high = interval
+    return (
+        f"{sample.mean:.4g} ± {sample.spread:.2g} "
+        f"[{low:.4g}, {high:.4g}] ({len(sample.values)} seeds)"
+    )
+
+
+def judge(verdicts: tuple[Callable[[Results], Verdict], ...], results: Results) -> list[Verdict]:
+    """All verdicts of a study; a claim on what the sweep does not have says so."""
+    return [_judge(verdict, results) for verdict in verdicts]
+
+
+def _judge(verdict: Callable[[Results], Verdict], results: Results) -> Verdict:
+    try:
+        return verdict(results)
+    except KeyError as error:
+        claim = getattr(verdict, "claim", getattr(verdict, "__name__", str(verdict)))
+        return Verdict(claim, "", f"cannot be judged: {error.args[0]}", False)

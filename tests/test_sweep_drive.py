@@ -1,0 +1,292 @@
+"""The driver with executors that train nothing: failures, retries, packs, and what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sweeps import local, packs, result
+from sweeps.command import Resources
+from sweeps.description import describe
+from sweeps.drive import drive
+from sweeps.executor import Ended
+from sweeps.folder import SweepFolder
+from sweeps.lock import locked
+from sweeps.plan import make_plan
+from sweeps.progress import SweepProgress
+from tests import tiny_sweep
+from training.run_folder import write_json
+from training.settings import OptionError
+
+STUDY = tiny_sweep.get_sweep()
+PLAN = make_plan(STUDY, tiny_sweep.get_config().to_dict())
+NAMES = [run.name for run in PLAN.runs]
+
+
+class Trainer:
+    """Jobs end as soon as they have begun, each as the next of its endings says.
+
+    An ending is "done", a text (the run fails with it), or an exception class: "silent" leaves no
+    record, "killed" dies.
+    """
+
+    slots = 2
+
+    def __init__(self, folder, **endings):
+        self.folder, self.endings = folder, {k: list(v) for k, v in endings.items()}
+        self.started, self.ended = [], []
+
+    def start(self, job):
+        order = json.loads(job.file.read_text())
+        self.started.append([run["name"] for run in order["runs"]])
+        died = ""
+        for run in order["runs"]:
+            ending = (self.endings.get(run["name"]) or ["done"]).pop(0)
+            if ending == "killed":
+                died = "its process was ended by signal 9"
+            elif ending == "silent":
+                job.log.write_text("some warning\nSegmentation something\n")
+            elif ending == "done":
+                write_json(self.folder.result(run["name"]), record(run))
+            elif ending != "declined":
+                write_json(self.folder.result(run["name"]), result.failed(run, ending))
+            else:
+                write_json(self.folder.pack(order["name"]), {"packed": False})
+        self.ended.append(Ended(job, died))
+
+    def wait(self, seconds):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def stop(self):
+        self.stopped = True
+
+
+def record(run):
+    return {**result.failed(run, ""), "status": "done", "metrics": {"copy/accuracy": 0.5}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = SweepFolder(tmp_path / "sweep")
+    folder.begin(describe("tiny", "tiny.py", STUDY, PLAN), tiny_path())
+    return folder
+
+
+def tiny_path():
+    return Path(tiny_sweep.__file__)
+
+
+def go(folder, trainer, retries=2, pack="off", plan=PLAN):
+    said = io.StringIO()
+    with SweepProgress(Console(file=said, width=200)) as progress:
+        outcome = drive(plan, folder, trainer, progress, retries, pack)
+    return outcome, said.getvalue()
+
+
+def test_one_failed_run_loses_nothing_and_only_it_runs_again(folder):
+    """Case S1."""
+    trainer = Trainer(folder, **{NAMES[1]: ["ValueError: heads=3, d_model=16"]})
+    outcome, said = go(folder, trainer)
+    assert outcome.done == (NAMES[0], *NAMES[2:]) and outcome.failed == (NAMES[1],)
+    assert outcome.errors == {NAMES[1]: "ValueError: heads=3, d_model=16"}
+    assert f"FAILED    {NAMES[1]}: ValueError: heads=3, d_model=16" in said
+    kept = {name: folder.result(name).read_bytes() for name in outcome.done}
+    again = Trainer(folder)
+    outcome, said = go(folder, again)
+    assert again.started == [[NAMES[1]]] and outcome.failed == ()
+    assert "4 runs, 3 of them done before" in said
+    assert {name: folder.result(name).read_bytes() for name in kept} == kept
+
+
+def test_a_finished_sweep_starts_nothing(folder):
+    go(folder, Trainer(folder))
+    again = Trainer(folder)
+    outcome, _ = go(folder, again)
+    assert again.started == [] and outcome.done == tuple(NAMES) and again.stopped
+
+
+def test_a_killed_worker_is_started_again_as_often_as_allowed(folder):
+    trainer = Trainer(folder, **{NAMES[0]: ["killed", "killed", "done"], NAMES[2]: ["killed"] * 3})
+    outcome, said = go(folder, trainer, retries=2)
+    assert trainer.started.count([NAMES[0]]) == trainer.started.count([NAMES[2]]) == 3
+    assert outcome.failed == (NAMES[2],) and "signal 9" in outcome.errors[NAMES[2]]
+    assert folder.read_result(NAMES[2])["status"] == "failed"
+    assert said.count(f"again     {NAMES[0]}: its process was ended by signal 9") == 2
+
+
+def test_a_process_without_a_result_fails_with_its_last_words(folder):
+    trainer = Trainer(folder, **{NAMES[3]: ["silent"]})
+    outcome, _ = go(folder, trainer)
+    assert trainer.started.count([NAMES[3]]) == 1
+    assert "without a result: Segmentation something" in outcome.errors[NAMES[3]]
+    assert str(folder.log(NAMES[3])) in outcome.errors[NAMES[3]]
+
+
+def test_a_full_disk_loses_no_other_run_and_no_error(folder):
+    blocked = folder.result(NAMES[1])
+    blocked.with_name(blocked.name + ".tmp").symlink_to("/dev/full")
+    trainer = Trainer(folder, **{NAMES[1]: ["silent"]})
+    outcome, _ = go(folder, trainer)
+    assert outcome.done == (NAMES[0], *NAMES[2:])
+    assert "No space left" in outcome.errors[NAMES[1]]
+    assert "Segmentation something" in outcome.errors[NAMES[1]]
+    # Where not even the order to train can be written, the others go on too.
+    order = folder.job(NAMES[1])
+    order.unlink()
+    order.with_name(order.name + ".tmp").symlink_to("/dev/full")
+    outcome, _ = go(folder, Trainer(folder))
+    assert outcome.done == (NAMES[0], *NAMES[2:])
+    assert "could not be started" in outcome.errors[NAMES[1]]
+
+
+def test_runs_of_a_point_are_packed_and_unpacked_where_that_is_slower(folder):
+    trainer = Trainer(folder, **{name: ["declined", "done"] for name in NAMES[:2]})
+    outcome, said = go(folder, trainer, pack="auto")
+    assert trainer.started == [NAMES[:2], NAMES[2:], [NAMES[0]], [NAMES[1]]]
+    assert outcome.done == tuple(NAMES)
+    assert "one program would be slower" in said
+    assert f"{NAMES[2]} and 1 more as one program" in said
+
+
+def test_a_pack_that_dies_goes_on_as_a_pack_without_what_is_done(folder):
+    plan = make_plan(STUDY, tiny_sweep.get_config().to_dict(), seeds=(0, 1, 2)).at(0)
+    first, second, third = (run.name for run in plan.runs)
+    trainer = Trainer(folder, **{second: ["killed", "done"], third: ["killed", "done"]})
+    outcome, _ = go(folder, trainer, pack="on", plan=plan)
+    assert trainer.started == [[first, second, third], [second, third]]
+    assert outcome.errors == {}
+
+
+def test_packs_hold_what_differs_in_seed_and_learning_rate_only():
+    study = dataclasses.replace(STUDY, learning_rates=(1e-3, 1e-2))
+    plan = make_plan(study, tiny_sweep.get_config().to_dict())
+    assert [len(group) for group in packs.group(plan.runs, "on")] == [4, 4]
+    assert {run.point for run in packs.group(plan.runs, "auto")[0]} == {"gqa"}
+    assert [len(group) for group in packs.group(plan.runs, "off")] == [1] * 8
+    many = make_plan(study, tiny_sweep.get_config().to_dict(), seeds=range(9)).at(0)
+    assert [len(group) for group in packs.group(many.runs, "on")] == [16, 2]
+
+
+def test_packing_pays_where_all_runs_are_ready_earlier():
+    measured = packs.Measured(
+        runs=4, steps=100, at_once=1, alone_compile=2.0, alone_step=0.1, packed_compile=3.0,
+        packed_step=0.3,
+    )  # fmt: skip
+    assert measured.alone == 4 * 12 and measured.packed == 33 and measured.pays
+    # Two at a time are ready in half the time: 24 s.
+    assert not dataclasses.replace(measured, at_once=2).pays
+    assert dataclasses.replace(measured, at_once=2).record()["seconds_alone"] == 24
+
+
+def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
+    def resources(executor, **changes):
+        given = {"ray_address": "auto", "workers": None, "cores_per_run": 1}
+        given |= {"gpus_per_run": 0.0, "memory_per_run": 0.0}
+        return Resources(executor, **given | changes)
+
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    for wanted, said in (
+        (resources("ray"), "needs Ray: pip install -r requirements-cluster.txt"),
+        (resources("ray", workers=2), "--workers is for this machine"),
+        (resources("local", gpus_per_run=1.0), "set --executor=ray"),
+        (resources("local", workers=0), "--workers must be at least 1, got 0"),
+        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1, got 0"),
+        (resources("slurm"), "local or ray, got 'slurm'"),
+    ):
+        with pytest.raises(OptionError, match=re.escape(said)):
+            wanted.make(retries=0)
+
+
+def test_this_machine_is_divided_among_its_processes(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(local, "available_cores", lambda: [0, 2, 3, 5, 7])
+    assert local.LocalExecutor().slots == 5
+    two = local.LocalExecutor(cores_per_run=2)
+    assert two.slots == 2 and [cores for _, cores in two._shares] == [[0, 2], [3, 5]]
+    assert local.LocalExecutor(cores_per_run=8)._shares[0][1] == [0, 2, 3, 5, 7]
+    assert local.LocalExecutor(workers=7).slots == 7
+
+
+# --- The folder and its lock ---------------------------------------------------------------------
+
+
+def contents(path):
+    return {str(p): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    before = contents(tmp_path)
+    for path, said in ((tmp_path, "no sweep.json"), (tmp_path / "letter.txt", "is a file")):
+        with pytest.raises(OptionError, match=said):
+            SweepFolder(path).check_usable_for("tiny", PLAN)
+    SweepFolder(tmp_path / "new").check_usable_for("tiny", PLAN)
+    assert contents(tmp_path) == before
+
+
+def test_another_sweep_or_other_options_are_refused_by_name(folder):
+    folder.check_usable_for("tiny", PLAN)
+    with pytest.raises(OptionError, match="holds the sweep tiny, not other"):
+        folder.check_usable_for("other", PLAN)
+    go(folder, Trainer(folder))
+    config = tiny_sweep.get_config()
+    config.train.steps = 20
+    other = make_plan(STUDY, config.to_dict())
+    with pytest.raises(OptionError, match=r"gqa,seed=0.*train.steps was 10, now 20"):
+        folder.check_usable_for("tiny", other)
+    folder.check_usable_for("tiny", PLAN)
+    folder.result(NAMES[0]).write_text("{half")
+    with pytest.raises(OptionError, match="cannot be read"):
+        folder.check_usable_for("tiny", PLAN)
+
+
+def test_two_sweeps_exclude_each_other_and_say_who_has_it(folder):
+    with folder.locked(None) as left:
+        assert left == []
+        said = rf"process {os.getpid()} on .* for 0:00:"
+        for point in (None, "gqa"):
+            with pytest.raises(OptionError, match=said), folder.locked(point):
+                pass
+    with folder.locked(None) as left:
+        assert left == []
+
+
+def test_points_of_a_job_array_share_the_folder_but_not_a_point(folder):
+    with folder.locked("gqa"), folder.locked("mqa"):
+        with pytest.raises(OptionError, match="the point gqa"), folder.locked("gqa"):
+            pass
+        with pytest.raises(OptionError, match="in use by others"), folder.locked(None):
+            pass
+    with folder.locked(None):
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_taken_over_with_a_word(folder):
+    pid = os.fork()
+    if not pid:
+        # Never left: the process ends while it has the lock, as by kill -9.
+        context = folder.locked(None)
+        context.__enter__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with folder.locked(None) as left:
+        assert len(left) == 1 and f"process {pid} on " in left[0] and "taking over" in left[0]
+
+
+def test_a_lock_is_waited_for(tmp_path):
+    held = contextlib.ExitStack()
+    held.enter_context(locked(tmp_path / "lock", "it"))
+    threading.Timer(0.2, held.close).start()
+    with locked(tmp_path / "lock", "it", wait=30):
+        pass

@@ -1,0 +1,260 @@
+"""Results out of a folder in any state; statistics, verdicts, tables and files of a report."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sweeps import report, result, results, tables
+from sweeps.description import describe
+from sweeps.folder import SweepFolder
+from sweeps.pictures import Scatter, Series, mean_curve
+from sweeps.plan import make_plan
+from sweeps.results import Sample
+from sweeps.verdicts import Above, Below, Exceeds, Ratio, judge
+from tests import tiny_sweep
+from training.run_folder import write_json
+
+RATES = (1e-3, 1e-2)
+STUDY = dataclasses.replace(
+    tiny_sweep.get_sweep(),
+    learning_rates=RATES,
+    pictures=(
+        Scatter("cache_bytes", "copy/accuracy", "memory"),
+        Series("copy/accuracy@", "lengths", trained=16, chance=0.1),
+    ),
+)
+# Point, learning rate, seed → copy accuracy; mqa's run at 0.01 with seed 1 has failed.
+COPY = {
+    ("gqa", 1e-3, 0): 0.25, ("gqa", 1e-3, 1): 0.75, ("gqa", 1e-2, 0): 0.5, ("gqa", 1e-2, 1): 0.625,
+    ("mqa", 1e-3, 0): 0.25, ("mqa", 1e-3, 1): 0.5, ("mqa", 1e-2, 0): 1.0,
+}  # fmt: skip
+ENVIRONMENT = {
+    "started": "2026-01-02T03:04:05+00:00", "device_kind": "cpu", "platform": "cpu",
+    "cpu_count": 2, "versions": {"jax": "1.2.3"}, "git": {"commit": "a" * 40, "modified": True},
+    "attention_implementation": {"layer0": "reference"},
+}  # fmt: skip
+
+
+def fill(path) -> SweepFolder:
+    """A sweep folder with eight runs: seven done, one failed."""
+    plan = make_plan(STUDY, tiny_sweep.get_config().to_dict())
+    folder = SweepFolder(path)
+    folder.begin(describe("tiny", "a <b>.py", STUDY, plan), Path(tiny_sweep.__file__))
+    for point in plan.points:
+        for run in point.runs:
+            copy = COPY.get((run.point, run.learning_rate, run.seed))
+            if copy is None:
+                write_json(folder.result(run.name), result.failed(run.order(), "Diverged: <nan>\n"))
+                continue
+            numbers = dataclasses.asdict(point.bill) | {
+                "copy/accuracy": copy, "copy/chance": 0.0833, "induction/accuracy": copy / 2,
+                "induction/chance": 0.0833, "step_time_ms": 1.5, "copy/accuracy@16": copy,
+                "copy/accuracy@32": copy / 4,
+            }  # fmt: skip
+            head = result.failed(run.order(), "")
+            write_json(
+                folder.result(run.name),
+                head | {"status": "done", "metrics": numbers, "environment": ENVIRONMENT},
+            )
+            folder.run(run.name).path.mkdir(parents=True)
+            for step in (0, 5, 10):
+                value = 0.1 + (copy - 0.1) * step / 10
+                folder.run(run.name).append_metrics(
+                    {"step": step, "tokens": step * 68, "copy/accuracy": value,
+                     "induction/accuracy": value / 2}
+                )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return fill(tmp_path_factory.mktemp("sweep") / "sweep")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return results.read(folder)
+
+
+def test_the_best_learning_rate_has_the_best_mean_and_lost_no_seed(found):
+    # gqa: .5 against .5625; mqa: .375 against 1.0, where one of two seeds has failed.
+    assert found.point("gqa").learning_rate == 1e-2
+    assert found.point("mqa").learning_rate == 1e-3
+    assert found.sample("gqa", "copy/accuracy").values == (0.5, 0.625)
+    assert found.point("mqa").rates == RATES
+    assert found.point("mqa").sample("copy/accuracy", 1e-2).values == (1.0,)
+
+
+def test_the_best_loss_is_the_lowest():
+    runs = [
+        results.RunResult("", "", 0, rate, "done", "", {"markov/loss": loss}, [], {}, {}, "")
+        for rate, loss in ((1e-3, 0.9), (1e-2, 0.8), (1e-1, 1.1))
+    ]
+    assert results._best_rate(runs, "markov/loss") == 1e-2
+    assert results._best_rate(runs, "markov/accuracy") == 1e-3  # none has it: the first
+
+
+def test_mean_spread_and_interval_by_the_textbook():
+    sample = Sample((0.2, 0.4, 0.9))
+    assert sample.mean == pytest.approx(0.5)
+    assert sample.spread == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2))
+    draws = np.random.default_rng(5).choice(sample.values, (200_000, 3)).mean(1)
+    low, high = sample.interval
+    assert low == pytest.approx(np.quantile(draws, 0.025), abs=0.01)
+    assert high == pytest.approx(np.quantile(draws, 0.975), abs=0.01)
+    assert sample.interval == sample.interval  # its draws are seeded
+    one = Sample((0.3,))
+    assert one.mean == 0.3 and one.interval is None and math.isnan(one.spread)
+    assert Sample((0.3, 0.3)).interval == (0.3, 0.3)
+    assert math.isnan(Sample(()).mean)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "confirmed", "measured"),
+    [
+        (Above("c", "gqa", "copy/accuracy", 0.56), True, "0.5625 ± 0.088 [0.5, 0.625] (2 seeds)"),
+        (Above("c", "gqa", "copy/accuracy", 0.57), False, "0.5625"),
+        (Below("c", "gqa", "copy/accuracy", 0.57), True, "0.5625"),
+        (Below("c", "gqa", "copy/accuracy", 0.56), False, "0.5625"),
+        (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.18), True, "0.1875: 0.5625"),
+        (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.19), False, "0.1875: 0.5625"),
+        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.5), True, "1.5: 0.5625"),
+        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.05), False, "1.5: 0.5625"),
+        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.1), True, "1.5: 0.5625"),
+        (Above("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
+        (Below("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
+        (Above("c", "mha", "copy/accuracy", 0.0), False, "no point 'mha'; it has gqa, mqa"),
+    ],
+)
+def test_verdicts(found, verdict, confirmed, measured):
+    (said,) = judge((verdict,), found)
+    assert said.claim == "c" and said.confirmed is confirmed and measured in said.measured
+    assert str(said) == ("CONFIRMED" if confirmed else "NOT CONFIRMED")
+
+
+def test_numbers_are_shown_short_and_missing_ones_as_a_dash():
+    assert [tables.number(x) for x in (0.0, 0.12345, 3.0, 106816.0, 1234.56, math.nan)] == [
+        "0.000", "0.123", "3", "106,816", "1,234.6", "–",
+    ]  # fmt: skip
+
+
+def test_all_files_of_the_report(folder, found):
+    paths = report.write(folder, STUDY, found)
+    assert {path.name for path in paths} == {
+        "comparison.png", "curves.png", "memory.png", "lengths.png", "results.jsonl",
+        "results.csv", "report.md", "report.html",
+    }  # fmt: skip
+    for path in paths:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+    lines = [json.loads(line) for line in (folder.path / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and [line["status"] for line in lines].count("failed") == 1
+    first = lines[0]
+    assert first["metrics"]["copy/accuracy"] == 0.25 and first["config"]["seed"] == 0
+    assert first["versions"] == {"jax": "1.2.3"} and first["device"] == "cpu"
+    assert first["git"]["commit"] == "a" * 40 and first["implementation"] == {"layer0": "reference"}
+    assert lines[-1]["error"] == "Diverged: <nan>" and lines[-1]["metrics"] == {}
+
+    rows = list(csv.DictReader(io.StringIO((folder.path / "results.csv").read_text())))
+    assert [row["run"] for row in rows] == [line["run"] for line in lines]
+    best = [row["best_learning_rate"] for row in rows]
+    assert best == ["False"] * 2 + ["True"] * 4 + ["False"] * 2
+    assert rows[0]["copy/accuracy"] == "0.25" and rows[0]["optimizer.learning_rate"] == "0.001"
+    assert "train.steps" not in rows[0] and rows[7]["copy/accuracy"] == ""
+    assert rows[7]["status"] == "failed" and rows[7]["error"] == "Diverged: <nan>"
+
+    text = (folder.path / "report.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("| gqa | ")]
+    assert table[0] == (
+        "| gqa | 0.562 ± 0.088 [0.500, 0.625] | 0.083 | 0.281 ± 0.044 [0.250, 0.312] | 0.083 | "
+        "528 | 64 | 1.500 | 0.01 | 2 of 2 |"
+    ), table[0]
+    assert "| mqa,lr=0.01,seed=1 | failed | Diverged: <nan> |" in text
+    assert "**0.562 ± 0.088 [0.500, 0.625]** ★" in text and "Chance is 0.083" in text
+    assert "**CONFIRMED**" in text and "**NOT CONFIRMED**" in text
+    assert "7 runs: 2026-01-02, cpu (cpu, 2 cores), jax 1.2.3, commit aaaaaaaaaa with" in text
+    assert "python train.py '--config=a <b>.py' --config.model.pattern=gqa" in text
+    for name in ("comparison", "curves", "memory", "lengths"):
+        assert f"({name}.png)" in text
+
+
+def test_a_report_of_partial_and_missing_runs(tmp_path):
+    folder = fill(tmp_path / "sweep")
+    begun, never = "gqa,lr=0.01,seed=1", "mqa,lr=0.001,seed=0"
+    for name in (begun, never):
+        folder.result(name).unlink()
+    (folder.run(never).metrics).unlink()
+    with folder.run(begun).metrics.open("a") as file:
+        file.write('{"step": 12, "tok')
+    found = results.read(folder)
+    status = {run.name: (run.status, run.error) for run in found.runs}
+    assert status[begun] == ("partial", "at step 10 of 10")
+    assert status[never] == ("missing", "has not run")
+    report.write(folder, STUDY, found)
+    text = (folder.path / "report.md").read_text()
+    assert f"| {begun} | partial | at step 10 of 10 |" in text
+    assert f"| {never} | missing | has not run |" in text
+    assert "1 of 2" in text
+
+
+def test_a_report_of_nothing_at_all(tmp_path):
+    plan = make_plan(STUDY, tiny_sweep.get_config().to_dict())
+    folder = SweepFolder(tmp_path / "sweep")
+    folder.begin(describe("tiny", "tiny.py", STUDY, plan), Path(tiny_sweep.__file__))
+    paths = report.write(folder, STUDY, results.read(folder))
+    assert [path.name for path in paths] == [
+        "results.jsonl", "results.csv", "report.md", "report.html",
+    ]  # fmt: skip
+    assert "has not run" in (folder.path / "report.md").read_text()
+
+
+def test_curves_are_averaged_where_all_have_a_value():
+    assert mean_curve([([0, 5, 10], [0.0, 0.5, 1.0]), ([0, 10], [0.5, 0.5]), ([], [])]) == (
+        [0, 10], [0.25, 0.75],
+    )  # fmt: skip
+
+
+# --- The record of a run -------------------------------------------------------------------------
+
+
+def trained(tmp_path, last):
+    plan = make_plan(tiny_sweep.get_sweep(), tiny_sweep.get_config().to_dict())
+    run = plan.runs[0]
+    folder = SweepFolder(tmp_path).run(run.name)
+    folder.begin(run.config, ENVIRONMENT)
+    folder.append_metrics({"step": 4, "tokens": 272, "tokens_per_second": 1e9})
+    for _ in range(2):
+        folder.append_metrics({"step": last, "tokens_per_second": 68_000, "copy/accuracy": 0.5})
+    return run, folder
+
+
+def test_a_record_holds_the_numbers_the_costs_and_the_measures(tmp_path):
+    run, folder = trained(tmp_path, last=10)
+    measures = [lambda folder, settings: {"width": settings.model.d_model}]
+    record = result.done(run.order(), run.settings, folder, measures, ["copy/accuracy", "width"])
+    assert record["status"] == "done" and record["environment"]["platform"] == "cpu"
+    numbers = record["metrics"]
+    assert numbers["copy/accuracy"] == 0.5 and numbers["width"] == 8
+    assert numbers["step_time_ms"] == pytest.approx(1.0)  # 68 tokens at 68,000 a second
+    # Embedding and head 16 × 8 each, four projections 8 × 8, two norms of 8.
+    assert numbers["parameters"] == 528 and numbers["cache_bytes_per_token"] == 2 * 8 * 4
+
+
+def test_half_a_run_and_missing_numbers_are_no_success(tmp_path):
+    run, folder = trained(tmp_path / "a", last=8)
+    with pytest.raises(result.NoResult, match="end at step 8, not at 10"):
+        result.done(run.order(), run.settings, folder, [], [])
+    run, folder = trained(tmp_path / "b", last=10)
+    with pytest.raises(result.NoResult, match=r"no 'recall/accuracy'; it has .*copy/accuracy"):
+        result.done(run.order(), run.settings, folder, [], ["recall/accuracy"])
+    with pytest.raises(result.NoResult, match="x is nan"):
+        result.done(run.order(), run.settings, folder, [lambda *_: {"x": math.nan}], ["x"])
