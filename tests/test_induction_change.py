@@ -11,9 +11,9 @@ from training.resolve import resolve
 from training.run_folder import RunFolder
 from training.settings import settings
 
-STEPS = 700
+STEPS = 600
 # Of the half-way point, in steps.
-WINDOW = (300, 650)
+WINDOW = (300, 580)
 
 
 def watched(path, num_layers, seed):
