@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tasks import corpus
+from tasks import corpus, vocabulary
 from tasks.batch import Batch
 from tasks.space import Stratum, log2_size
 from tasks.task import draw_one, next_token_batch
-from tasks.vocabulary import BOS, SEP, check_integer
+from tasks.vocabulary import BOS, NUM_SPECIAL, SEP, check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,12 @@ class Text:
         crop_BT = tokens_I[start_B1 + jnp.arange(self.length)[None, :]].astype(jnp.int32)
         sequence_BU = jnp.pad(crop_BT, ((0, 0), (1, 0)), constant_values=BOS)
         return next_token_batch(sequence_BU, jnp.ones((batch_size, self.length)))
+
+    def token_name(self, token: int) -> str:
+        """Short printable name of an id: the text it stands for, line ends as escapes."""
+        if token < NUM_SPECIAL:
+            return vocabulary.token_name(token)
+        return repr(self.corpus.pieces[token - NUM_SPECIAL].decode("utf-8", "replace"))[1:-1]
 
     def describe(self, seed: int = 0) -> str:
         example = draw_one(self, jax.random.key(seed))

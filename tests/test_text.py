@@ -120,6 +120,13 @@ def test_the_library_of_this_python_is_found():
     )
 
 
+def test_tokens_have_names(folder):
+    task = text(folder)
+    assert [task.token_name(i) for i in (BOS, SEP, 4 + ord("d"), 4 + ord("\n"))] == [
+        "BOS", "SEP", "d", "\\n",
+    ]  # fmt: skip
+
+
 def test_newlines_are_delimiters(folder):
     task = text(folder, "bpe", 300)
     pieces = task.corpus.pieces

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from analysis import emergence_table, head_scores, watch
+from models import pure
 from tasks import evaluation_key
 from tests import tiny
 from training import loop, step
@@ -99,9 +100,9 @@ def test_a_row_says_what_the_model_does(once):
     """The last row from the last checkpoint, in NumPy where the model's logits are given."""
     folder, _ = once
     table = emergence_table.read(folder.emergence)
-    model = restore(folder).model
+    graph, params = pure.split(restore(folder).model)
     batch = SETTINGS.task.sample(evaluation_key(SETTINGS.eval.seed, 0), 4)
-    logits, _ = model(batch.tokens_BT)
+    logits, _ = jax.jit(lambda params: pure.merge(graph, params)(batch.tokens_BT))(params)
     logits = np.asarray(logits, np.float64)
     nll = (
         np.log(np.exp(logits).sum(-1))
@@ -116,7 +117,8 @@ def test_a_row_says_what_the_model_does(once):
     expected = by_position[16] - by_position[1]
     assert table["in_context_learning"][-1] == pytest.approx(expected, abs=1e-4)
     sequences = head_scores.score_sequences(32, bos=True)
-    for name, score_LN in head_scores.head_scores(model, sequences).items():
+    scored = jax.jit(lambda p: head_scores.head_scores(pure.merge(graph, p), sequences))(params)
+    for name, score_LN in scored.items():
         np.testing.assert_allclose(table.heads(name)[-1], score_LN, atol=1e-4)
     chance = head_scores.prefix_matching_chance(jnp.asarray(sequences.repeated_BT))
     assert table["prefix_matching_chance"][0] == pytest.approx(float(chance), rel=1e-5)
