@@ -144,14 +144,21 @@ def cache_bytes(model: Decoder, length: int) -> dict[str, int]:
 
 
 def training_overlap(settings: Settings) -> dict[str, float]:
-    """Expected share of fresh sequences of each task that training has seen too."""
+    """Expected share of fresh sequences of each task that training has seen too.
+
+    0 for a task that is evaluated on what training never draws.
+    """
     drawn = settings.train.steps * settings.train.batch_size
     total = sum(settings.task.shares)
     seen = {
         task.name: int(drawn * share / total)
         for task, share in zip(settings.task.tasks, settings.task.shares, strict=True)
     }
-    return {task.name: expected_overlap(task.space, seen[task.name]) for task in settings.evaluated}
+    overlaps = {}
+    for task in settings.evaluated:
+        drawn = seen[task.name] if task in settings.task.tasks else 0
+        overlaps[task.name] = expected_overlap(task.space, drawn)
+    return overlaps
 
 
 def as_text(row: LengthResult) -> tuple[str, ...]:

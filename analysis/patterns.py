@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +24,8 @@ def draw_sequence(model, settings: Settings, index: int, folder: Path) -> list[P
         batch = settings.objective.prepare(task.sample(key, 1), key)
         _, patterns = read_patterns(model, settings.objective, batch)
         path = folder / f"attention_{task.name}_{index}.png"
-        draw_patterns(patterns, batch, f"{task.name}, sequence {index}", path)
+        name = getattr(task, "token_name", token_name)
+        draw_patterns(patterns, batch, f"{task.name}, sequence {index}", path, name)
         paths.append(path)
     return paths
 
@@ -55,7 +56,13 @@ def read_patterns(model, objective, batch: Batch) -> tuple[jax.Array, dict[str, 
     return logits_BTV, {name: values[name] for name in names}
 
 
-def draw_patterns(patterns: Mapping[str, jax.Array], batch: Batch, title: str, path: Path) -> None:
+def draw_patterns(
+    patterns: Mapping[str, jax.Array],
+    batch: Batch,
+    title: str,
+    path: Path,
+    name_of: Callable[[int], str] = token_name,
+) -> None:
     """One row of panels a layer, one panel a head; queries downwards, keys to the right.
 
     Args:
@@ -63,6 +70,7 @@ def draw_patterns(patterns: Mapping[str, jax.Array], batch: Batch, title: str, p
       batch: the tokens that were read.
       title: of the figure.
       path: of the PNG.
+      name_of: a token's name.
     """
     columns = max(weights.shape[1] for weights in patterns.values())
     size = max(2.6, 0.105 * batch.tokens_BT.shape[1] + 0.6)
@@ -79,7 +87,7 @@ def draw_patterns(patterns: Mapping[str, jax.Array], batch: Batch, title: str, p
             image = axes.imshow(np.asarray(weights_BNTS[0, head]), cmap="viridis", vmin=0, vmax=1)
             axes.set_title(f"{name.removesuffix('/pattern')} head {head}", fontsize=8)
             for axis, tokens in ((axes.xaxis, keys), (axes.yaxis, queries)):
-                names = [token_name(token) for token in tokens]
+                names = [name_of(token) for token in tokens]
                 axis.set_ticks(range(len(names)), names, fontsize=min(7, max(4, 300 / len(names))))
             axes.tick_params(axis="x", rotation=90, length=1, pad=1)
             axes.tick_params(axis="y", length=1, pad=1)

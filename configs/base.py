@@ -147,6 +147,10 @@ def get_config() -> ConfigDict:
     task.recall.gap_power = 0.01  # smaller: queries come sooner after the pairs
     task.markov = ConfigDict()  # Markov chains to be learned in context
     task.markov.share = 0.0
+    task.text = ConfigDict()  # crops of files
+    task.text.share = 0.0
+    task.text.files = placeholder(str)  # pattern; unset: Python's standard library
+    task.text.tokenizer = "bpe"  # learned from the files, of task.vocab_size ids; or "bytes"
 
     config.train = train = ConfigDict()
     train.steps = 1000  # optimizer steps
@@ -175,4 +179,9 @@ def get_config() -> ConfigDict:
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 250  # steps; a killed run loses at most these
     checkpoint.keep = 2  # newest ones kept, beside the best
+
+    config.analysis = analysis = ConfigDict()
+    analysis.every = 0  # steps between two looks at heads and loss by position; 0: none
+    analysis.sequences = 32  # of the held-out tasks, for loss by position
+    analysis.bos = True  # whether the sequences that heads are scored on begin with BOS
     return config

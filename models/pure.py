@@ -14,6 +14,11 @@ def split(model: nnx.Module) -> tuple[GraphDef, dict]:
     }
 
 
+def graph_of(options) -> GraphDef:
+    """The structure of what ``options.build(rngs)`` makes, without allocating its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: options.build(nnx.Rngs(0))))[0]
+
+
 def merge(graph: GraphDef, params: dict) -> nnx.Module:
     """The module again; inside a traced function this costs nothing at run time."""
     flat = [

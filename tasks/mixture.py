@@ -81,6 +81,11 @@ class Mixture:
         tasks = tuple(task.at_length(length) for task in self.tasks)
         return dataclasses.replace(self, tasks=tasks)
 
+    def held_out(self) -> Self:
+        """The mixture on what training never draws; a task that draws from its key alone stays."""
+        tasks = (getattr(task, "held_out", lambda task=task: task)() for task in self.tasks)
+        return dataclasses.replace(self, tasks=tuple(tasks))
+
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         return self.sample_with_source(key, batch_size)[0]
 

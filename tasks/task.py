@@ -19,6 +19,9 @@ _TRAINING_ROWS = 100_000
 class Task(Protocol):
     """The contract. A task is a frozen, hashable dataclass, so it can be a static jit argument.
 
+    A task that is not synthetic has more: ``held_out()``, the task on data that training never
+    draws, ``delimiters``, the ids that end something, and ``token_name(id)``.
+
     Attributes:
       name: what configs and metrics call it.
       has_source: whether its batches have a source, for an encoder to read.

@@ -31,8 +31,9 @@ CLOSED = {
     "analysis": ("sweeps", "train", "eval", "sweep"),
     "sweeps": ("configs", "train", "eval", "sweep"),
 }
-# The only packages from outside, beside the standard library.
-ONLY = {"tasks": {"jax"}, "configs": {"ml_collections"}}
+# The only packages from outside, beside the standard library. Text is cut into tokens by a library,
+# once and outside of what is traced.
+ONLY = {"tasks": {"jax", "numpy", "tokenizers"}, "configs": {"ml_collections"}}
 # Studies are made of the values that the room of sweeps has for them.
 STUDIES = "configs.sweeps"
 

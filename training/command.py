@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from tasks.corpus import cache_folder
 from training.resolve import resolve
 from training.settings import OptionError
 
@@ -134,6 +134,5 @@ def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
 def enable_compilation_cache() -> None:
     """Keeps compiled programs between processes, where the user has not chosen a place already."""
     if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "attention-lab" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

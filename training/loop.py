@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -23,8 +24,31 @@ class Diverged(RuntimeError):
     """A loss, gradient or parameter is not finite; says at which step."""
 
 
+class Observer(Protocol):
+    """Looks at the state during training; it must not keep it, for the next step donates it.
+
+    Attributes:
+      every: steps between two looks; the state before the first step and after the last are shown
+        as well.
+    """
+
+    every: int
+
+    def begin(self, state: TrainState) -> None:
+        """Shows where a session starts; what was seen of later steps is to be forgotten."""
+        ...
+
+    def observe(self, state: TrainState) -> None:
+        """Shows a state, before a checkpoint of it is saved."""
+        ...
+
+
 def train(
-    config: Mapping, settings: Settings, folder: RunFolder, programs=None
+    config: Mapping,
+    settings: Settings,
+    folder: RunFolder,
+    programs=None,
+    observer: Observer | None = None,
 ) -> list[dict] | None:
     """Trains until the last step, from the newest checkpoint where the folder has one.
 
@@ -32,7 +56,7 @@ def train(
     and wherever a checkpoint is saved. Its ``loss`` (nats per counted position) and
     ``gradient_norm`` are means over the steps since the last line; its evaluation, where it has
     one, is of the state after its ``step``. Losses and gradients of all steps are checked at
-    every line.
+    every line. An observer is shown states between; it changes no bit of them.
 
     Args:
       config: resolved options.
@@ -40,6 +64,7 @@ def train(
       folder: of the run.
       programs: what ``make_interval`` and ``make_evaluation`` of ``training.step`` make, or what
         does the same for many runs at once; None: those two.
+      observer: is shown states on the way.
 
     Returns:
       The lines of metrics.jsonl; None where the run was finished already.
@@ -75,15 +100,18 @@ def train(
             if resumed:
                 reporter.say(f"resuming {folder.path} at step {first}")
             programs = programs or (make_interval(settings), make_evaluation(settings))
-            _run(settings, folder, saved, state, resumed, reporter, events, *programs)
+            _run(settings, folder, saved, state, resumed, reporter, events, observer, *programs)
         saved.wait()
     return folder.read_metrics()
 
 
-def _run(settings, folder, saved, state, resumed, reporter, events, interval, evaluate) -> None:
+def _run(
+    settings, folder, saved, state, resumed, reporter, events, observer, interval, evaluate
+) -> None:
     rate = optimizer.learning_rate(settings.optimizer, settings.train.steps)
     tokens_per_step = settings.train.batch_size * settings.task.length
     steps, step, latest = settings.train.steps, int(state.step), {}
+    evaluated_every = (settings.train.eval_every, settings.checkpoint.every)
 
     def write(line: dict[str, float]) -> None:
         latest.update(line)
@@ -99,9 +127,13 @@ def _run(settings, folder, saved, state, resumed, reporter, events, interval, ev
         write({"step": 0, "tokens": 0, **_evaluation(evaluate, state, settings)})
     else:
         latest.update({k: v for line in folder.read_metrics() for k, v in line.items()})
+    if observer is not None:
+        observer.begin(state)
     losses, norms, since, train_seconds = [], [], step, 0.0
     while step < steps:
-        until = _next_stop(step, settings)
+        written = _next(step, steps, settings.train.log_every, *evaluated_every)
+        watched = steps if observer is None else _next(step, steps, observer.every)
+        until = min(written, watched)
         begun = time.perf_counter()
         state, history = interval(state, until)
         done = until - step
@@ -110,6 +142,10 @@ def _run(settings, folder, saved, state, resumed, reporter, events, interval, ev
         train_seconds += time.perf_counter() - begun
         _check_finite(step, loss=losses[-1], gradient_norm=norms[-1])
         step = until
+        if observer is not None and step == watched:
+            observer.observe(state)
+        if step != written:
+            continue
         line = {
             "step": step,
             "tokens": step * tokens_per_step,
@@ -131,11 +167,9 @@ def _run(settings, folder, saved, state, resumed, reporter, events, interval, ev
             saved.save(step, state, {**line, BEST_METRIC: sum(accuracies) / len(accuracies)})
 
 
-def _next_stop(step: int, settings: Settings) -> int:
-    """The next step after which something is to be done; at most log_every away."""
-    train = settings.train
-    every = (train.log_every, train.eval_every, settings.checkpoint.every)
-    return min(train.steps, *(step - step % n + n for n in every))
+def _next(step: int, last: int, *every: int) -> int:
+    """The next multiple of one of ``every``, or the last step."""
+    return min(last, *(step - step % n + n for n in every))
 
 
 def _evaluation(evaluate, state: TrainState, settings: Settings) -> dict[str, float]:

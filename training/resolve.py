@@ -32,6 +32,8 @@ def resolve(config: Mapping, overridden: Iterable[str] = ()) -> dict:
                 else f"task.{group}.share is {config['task'][group]['share']}"
             )
             raise ValueError(f"{option} would do nothing: {reason}")
+        if part == "analysis" and group != "every" and not config["analysis"]["every"]:
+            raise ValueError(f"{option} would do nothing: analysis.every is 0")
     task = {
         name: value
         for name, value in config["task"].items()

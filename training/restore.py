@@ -27,24 +27,31 @@ class Restored:
 def restore(folder: RunFolder, checkpoint: str = "last") -> Restored:
     """The model of a run folder at its "last" or "best" checkpoint, or at a step.
 
+    A step may be that of a checkpoint or of a snapshot.
+
     Raises:
       OptionError: no run folder, no checkpoint yet, or none at that step.
       CheckpointError: the checkpoint cannot be read.
     """
     options = settings(folder.read_config())
-    with Checkpoints(folder.checkpoints, keep=1, best_metric=BEST_METRIC) as saved:
+    with (
+        Checkpoints(folder.checkpoints, keep=1, best_metric=BEST_METRIC) as saved,
+        Checkpoints(folder.snapshots, keep=1, best_metric=None) as snapshots,
+    ):
         steps = saved.steps()
         if not steps:
             raise OptionError(f"--workdir={folder.path} has no checkpoint yet; train it first")
         named = {"last": steps[-1], "best": saved.best_step()}
         if checkpoint == "best" and named["best"] is None:
             raise OptionError(f"--checkpoint=best: no checkpoint in {folder.path} was evaluated")
-        if checkpoint not in named and checkpoint not in map(str, steps):
+        known = sorted({*steps, *snapshots.steps()})
+        if checkpoint not in named and checkpoint not in map(str, known):
             raise OptionError(
-                f"--checkpoint must be 'last', 'best' or one of the steps {steps}, "
+                f"--checkpoint must be 'last', 'best' or one of the steps {known}, "
                 f"got {checkpoint!r}"
             )
         step = named[checkpoint] if checkpoint in named else int(checkpoint)
-        state = saved.restore(jax.eval_shape(lambda: init_state(options)), step)
+        holder = saved if step in steps else snapshots
+        state = holder.restore(jax.eval_shape(lambda: init_state(options)), step)
     model = merge(graph_of(options), state.params)
     return Restored(options, step, state.params, model)

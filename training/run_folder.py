@@ -11,7 +11,13 @@ from typing import Any
 from training.settings import OptionError
 
 # Options that may change between two sessions of a run, since no result depends on them.
-NEUTRAL = ("train.log_every", "train.eval_every", "checkpoint.every", "checkpoint.keep")
+NEUTRAL = (
+    "train.log_every",
+    "train.eval_every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "analysis.every",
+)
 
 
 class RunFolder:
@@ -19,6 +25,7 @@ class RunFolder:
 
     ``config.json`` resolved options · ``environment.json`` versions, device, what ran ·
     ``metrics.jsonl`` one object a line · ``checkpoints/`` · ``tensorboard/`` · ``curves.png`` ·
+    ``emergence.csv``, ``emergence.png`` and ``snapshots/`` of runs that are watched ·
     ``eval.json`` and ``accuracy_by_length.png`` from eval.py.
     """
 
@@ -29,7 +36,10 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.snapshots = self.path / "snapshots"
         self.curves = self.path / "curves.png"
+        self.emergence = self.path / "emergence.csv"
+        self.emergence_picture = self.path / "emergence.png"
         self.evaluation = self.path / "eval.json"
         self.accuracy_by_length = self.path / "accuracy_by_length.png"
 

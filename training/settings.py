@@ -65,6 +65,19 @@ class CheckpointOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnalysisOptions:
+    """See ``configs/base.py``."""
+
+    every: int
+    sequences: int
+    bos: bool
+
+    def __post_init__(self):
+        at_least("analysis", self, 0, "every")
+        at_least("analysis", self, 1, "sequences")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """All that a run is: what ``settings`` makes of a config.
 
@@ -72,7 +85,8 @@ class Settings:
       init_seed, train_seed: of the parameters; of batches and dropout.
       model: shape of the decoder.
       task: what is trained on.
-      evaluated: the tasks that are evaluated, whatever the mixture.
+      held_out: the same mixture on data that training does not draw.
+      evaluated: its tasks that are evaluated, whatever the mixture.
       objective: one of ``training.objective.OBJECTIVES``.
     """
 
@@ -81,11 +95,13 @@ class Settings:
     objective: object
     model: DecoderOptions
     task: Mixture
+    held_out: Mixture
     evaluated: tuple[Task, ...]
     train: TrainOptions
     optimizer: OptimizerOptions
     eval: EvalOptions
     checkpoint: CheckpointOptions
+    analysis: AnalysisOptions
 
 
 def settings(config: Mapping) -> Settings:
@@ -103,7 +119,7 @@ def settings(config: Mapping) -> Settings:
 
 def _settings(config: Mapping) -> Settings:
     exactly("", config, "seed", "model", "attention", "task", "train", "optimizer", "eval",
-            "checkpoint")  # fmt: skip
+            "checkpoint", "analysis")  # fmt: skip
     seed = _seed("seed", config["seed"])
     train, model = dict(config["train"]), dict(config["model"])
     data_seed, init_seed = train.pop("data_seed"), model.pop("init_seed")
@@ -116,11 +132,13 @@ def _settings(config: Mapping) -> Settings:
         objective=objective,
         model=_model(model, config["attention"], task, objective),
         task=task,
+        held_out=task.held_out(),
         evaluated=evaluated,
         train=take(TrainOptions, "train", train),
         optimizer=take(OptimizerOptions, "optimizer", config["optimizer"]),
         eval=take(EvalOptions, "eval", config["eval"]),
         checkpoint=take(CheckpointOptions, "checkpoint", config["checkpoint"]),
+        analysis=take(AnalysisOptions, "analysis", config["analysis"]),
     )
     _seed("eval.seed", result.eval.seed)
     first_counted = task.first_answer if result.train.loss_on == "answers" else 0
@@ -178,7 +196,7 @@ def _tasks(group: Mapping, objective) -> tuple[Mixture, tuple[Task, ...]]:
     mixture = Mixture(tuple(tasks), tuple(shares))
     evaluated = [
         task
-        for task, share in zip(tasks, shares, strict=True)
+        for task, share in zip(mixture.held_out().tasks, shares, strict=True)
         if share > 0 or task.name in ALWAYS_EVALUATED
     ]
     return mixture, tuple(evaluated)

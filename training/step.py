@@ -33,7 +33,7 @@ def init_state(settings: Settings) -> TrainState:
 
 def graph_of(settings: Settings) -> nnx.GraphDef:
     """Structure of the model, without allocating its parameters."""
-    return nnx.split(nnx.eval_shape(lambda: settings.model.build(nnx.Rngs(0))))[0]
+    return pure.graph_of(settings.model)
 
 
 def make_step(settings: Settings, train_seed: int | jax.Array, learning_rate: float | jax.Array):
