@@ -23,7 +23,7 @@ def main() -> None:
     folder = RunFolder(f"runs/{name}" if WORKDIR.value is None else WORKDIR.value)
     options = settings(config)
     recorder = Recorder(options, folder) if options.analysis.every else None
-    lines = loop.train(config, options, folder, recorder)
+    lines = loop.train(config, options, folder, observer=recorder)
     if lines is None:
         print(f"{folder.path} is finished ({options.train.steps} steps); there is nothing to do")
         if not folder.curves.exists():

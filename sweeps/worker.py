@@ -73,7 +73,7 @@ def train(
     """
     try:
         typed, mine = settings(run["config"]), folder.run(run["name"])
-        loop.train(run["config"], typed, mine, programs)
+        loop.train(run["config"], typed, mine, programs=programs)
         asked = (*study.metrics, *study.columns)
         record = result.done(run, typed, mine, study.measures, asked, step_time_ms)
     except _EXPECTED as error:

@@ -27,7 +27,7 @@ def watched(path, num_layers, seed):
     config.analysis.every = 25
     plain = resolve(config.to_dict())
     options, folder = settings(plain), RunFolder(path)
-    loop.train(plain, options, folder, Recorder(options, folder))
+    loop.train(plain, options, folder, observer=Recorder(options, folder))
     return emergence_table.read(folder.emergence)
 
 

@@ -47,7 +47,7 @@ def compile_once():
 def train(path, watched=True):
     folder = RunFolder(path)
     recorder = watch.Recorder(SETTINGS, folder) if watched else None
-    loop.train(CONFIG, SETTINGS, folder, recorder)
+    loop.train(CONFIG, SETTINGS, folder, observer=recorder)
     return folder, recorder
 
 
