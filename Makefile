@@ -10,7 +10,7 @@ WORKDIR =
 TORCH_PYTHON =
 ARGS =
 
-.PHONY: help setup setup-dev setup-aot setup-cluster train eval sweep bench test test-kernels \
+.PHONY: help setup setup-dev setup-aot setup-cluster train eval sweep bench test test-slow test-kernels \
 	test-aot lint format
 
 help:
@@ -58,6 +58,10 @@ bench: setup
 # a file share compiled programs. ARGS="-n 0" runs in one process.
 test: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# What takes many seconds each: short trainings, whole sweeps, kills, a browser, a cluster.
+test-slow: setup-dev
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "slow and not interpreted" $(ARGS)
 
 # The cases that all implementations share, for the TPU and GPU kernels in their interpreters.
 test-kernels: setup-dev

@@ -59,12 +59,6 @@ class DecoderOptions:
     dtype: str = "float32"
     implementation: str = "auto"
 
-    # Where cross-attention belongs, for those who put it into a pattern.
-    cross_belongs: ClassVar[str] = (
-        "a decoder alone has no memory to read; use train.objective=sequence_to_sequence, which "
-        "adds it to every block (see configs/cross.py)"
-    )
-
     def __post_init__(self):
         sizes = ["vocab_size", "num_layers", "d_model", "num_heads"]
         sizes += ["d_ff"] if self.mlp != "none" else []
@@ -92,11 +86,6 @@ class DecoderOptions:
             raise ValueError(f"model.{error}") from None
         self.check_layers("pattern", self.pattern, self.layers)
         self.check_implementation_is_read()
-        for name, layer in zip(self.pattern, self.layers, strict=True):
-            if reads_memory(layer):
-                raise ValueError(
-                    f"model.pattern names {name!r}, which is cross-attention; {self.cross_belongs}"
-                )
 
     def every_layer(self) -> tuple:
         """Options of all kinds of layers that the model has."""

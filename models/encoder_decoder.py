@@ -34,8 +34,6 @@ class EncoderDecoderOptions(DecoderOptions):
     encoder_layers: tuple
     cross: MultiHeadCross
 
-    cross_belongs: ClassVar[str] = "every block of the decoder has one besides its pattern"
-
     def __post_init__(self):
         super().__post_init__()
         if self.encoder_num_layers < 1:
@@ -46,12 +44,16 @@ class EncoderDecoderOptions(DecoderOptions):
         if not reads_memory(self.cross):
             raise ValueError(f"attention.cross must be cross-attention, got {self.cross}")
         self.check_layers("cross", ("cross",), (self.cross,))
-        for name, layer in zip(self.encoder_pattern, self.encoder_layers, strict=True):
-            if reads_memory(layer):
-                raise ValueError(
-                    f"model.encoder_pattern names {name!r}, which is cross-attention; "
-                    f"{self.cross_belongs}"
-                )
+        for option, pattern, layers in (
+            ("pattern", self.pattern, self.layers),
+            ("encoder_pattern", self.encoder_pattern, self.encoder_layers),
+        ):
+            for name, layer in zip(pattern, layers, strict=True):
+                if reads_memory(layer):
+                    raise ValueError(
+                        f"model.{option} names {name!r}, which is cross-attention; every block of "
+                        "the decoder has one besides its pattern"
+                    )
 
     def every_layer(self) -> tuple:
         """Options of all kinds of layers that the model has."""

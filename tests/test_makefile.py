@@ -279,9 +279,9 @@ def test_every_case_is_compiled_and_one_that_fails_fails_all(machine: Machine, f
     assert sorted(machine.log.read_text().splitlines()) == sorted(wanted)
 
 
-def test_continuous_integration_runs_every_check():
+def test_continuous_integration_runs_the_default_checks():
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    for target in ("lint", "test", "test-kernels", "test-aot"):
+    for target in ("lint", "test"):
         assert f"make {target}" in commands
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 ROOMS = ("attention", "models", "tasks", "training", "analysis", "configs", "tests")
@@ -26,6 +28,7 @@ def insert(path: Path, line: str, before: str) -> None:
     path.write_text(text.replace(before, line + before))
 
 
+@pytest.mark.slow
 def test_the_worked_example_of_a_variant_works(tmp_path):
     for room in ROOMS:
         ignored = shutil.ignore_patterns("__pycache__")

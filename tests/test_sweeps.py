@@ -20,6 +20,8 @@ import pytest
 from sweeps.folder import SweepFolder
 from training.restore import restore
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "tests/tiny_sweep.py"
 NAMES = ["gqa,seed=0", "gqa,seed=1", "mqa,seed=0", "mqa,seed=1"]
@@ -231,7 +233,6 @@ def wait_until(condition, driver):
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pack", ["off", "on"])
 def test_a_killed_driver_and_killed_workers_change_no_result(
     undisturbed, environment, tmp_path, pack

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from attention import VARIANTS
-from models.decoder import DecoderOptions
+from models.decoder import DecoderOptions, reads_memory
 from tasks import TASKS, Mixture, Task
 from training.objective import LOSS_ON, OBJECTIVES
 from training.optimizer import OptimizerOptions
@@ -228,6 +228,13 @@ def _model(group: dict, attention_groups: Mapping, task: Mixture, objective) -> 
         group["cross"] = _layer("cross", attention_groups["cross"])
     else:
         del group["encoder_num_layers"], group["encoder_pattern"]
+        for name, layer in zip(group["pattern"], group["layers"], strict=True):
+            if reads_memory(layer):
+                raise ValueError(
+                    f"model.pattern names {name!r}, which is cross-attention, and a decoder alone "
+                    "has no memory to read; use train.objective=sequence_to_sequence, which adds "
+                    "it to every block (see configs/cross.py)"
+                )
     return take(objective.model_options, "model", group)
 
 
