@@ -25,4 +25,5 @@ def get_config():
     config.optimizer.learning_rate = 4e-3
     config.optimizer.schedule = "constant"
     config.analysis.every = 50
+    config.analysis.sequences = 128
     return config
