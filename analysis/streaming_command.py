@@ -1,6 +1,7 @@
 """The flags of ``python -m analysis.streaming``; apart, so that importing it defines none."""
 
 import csv
+import itertools
 
 import numpy as np
 from absl import flags
@@ -75,8 +76,7 @@ def _draw(losses: dict[str, np.ndarray], trained: int, kept: int, path) -> None:
     length = len(next(iter(losses.values())))
     edges = np.unique(np.geomspace(1, length, 4 * length.bit_length()).astype(int))
     for i, (name, loss_T) in enumerate(losses.items()):
-        parts = zip(edges[:-1], edges[1:], strict=True)
-        means = [loss_T[low:high].mean() for low, high in parts]
+        means = [loss_T[low:high].mean() for low, high in itertools.pairwise(edges)]
         axes.plot((edges[:-1] + edges[1:] - 1) / 2, means, label=name, lw=1.6,
                   color=COLOURS[i % len(COLOURS)], linestyle=STYLES[i % len(STYLES)])  # fmt: skip
     for at, what, height in ((trained, "training length", 1.0), (kept, "positions kept", 0.95)):
