@@ -1,6 +1,7 @@
 """The flags of ``python -m analysis.streaming``; apart, so that importing it defines none."""
 
 import csv
+import itertools
 
 import numpy as np
 from absl import flags
@@ -69,19 +70,19 @@ def _run() -> None:
 
 
 def _draw(losses: dict[str, np.ndarray], trained: int, kept: int, path) -> None:
-    """Loss against position, means of a sixteenth of the training length."""
+    """Loss against position, means over quarters of a doubling."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    part = max(1, trained // 16)
+    length = len(next(iter(losses.values())))
+    edges = np.unique(np.geomspace(1, length, 4 * length.bit_length()).astype(int))
     for i, (name, loss_T) in enumerate(losses.items()):
-        whole = len(loss_T) // part * part
-        means = loss_T[:whole].reshape(-1, part).mean(1)
-        middle = (np.arange(len(means)) + 0.5) * part
-        axes.plot(middle, means, label=name, lw=1.6, color=COLOURS[i % len(COLOURS)],
-                  linestyle=STYLES[i % len(STYLES)])  # fmt: skip
-    for at, what in ((trained, "training length"), (kept, "positions kept")):
+        means = [loss_T[low:high].mean() for low, high in itertools.pairwise(edges)]
+        axes.plot((edges[:-1] + edges[1:] - 1) / 2, means, label=name, lw=1.6,
+                  color=COLOURS[i % len(COLOURS)], linestyle=STYLES[i % len(STYLES)])  # fmt: skip
+    for at, what, height in ((trained, "training length", 1.0), (kept, "positions kept", 0.95)):
         axes.axvline(at, color="0.5", lw=1, linestyle=(0, (1, 1.5)))
-        axes.text(at, 1.0, f" {what}", transform=axes.get_xaxis_transform(), fontsize=7, va="top")
+        where = axes.get_xaxis_transform()
+        axes.text(at, height, f" {what}", transform=where, fontsize=7, va="top")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position", ylabel="loss (nats)")
     axes.grid(alpha=0.25)

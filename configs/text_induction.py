@@ -2,7 +2,13 @@
 
     python train.py --config=configs/text_induction.py
 
-About 2 minutes on 2 cores.
+About 130 seconds of training on one of 2 cores; cutting the files into tokens takes half a minute
+the first time. Expect induction accuracy 0.070 on random blocks, of which training shows none
+(chance is 0.002), a prefix-matching score of 0.63 and text accuracy 0.449 (seed 0). With
+--config.model.pattern=mha the change has not come by then: 0.002, 0.02 and 0.403.
+
+In small the second argument of Olsson et al. 2022 (arXiv 2209.11895): smeared keys bring the
+change forward.
 """
 
 from configs import base
@@ -25,4 +31,5 @@ def get_config():
     config.optimizer.learning_rate = 4e-3
     config.optimizer.schedule = "constant"
     config.analysis.every = 50
+    config.analysis.sequences = 128
     return config
