@@ -140,9 +140,11 @@ def _check(model, prompt_BT, segments_BT, lengths, num_tokens, temperature, key)
         raise ValueError(f"sampling at temperature {temperature} needs a key")
     check_ids("token id", prompt_BT, model.options.vocab_size)
     _check_learned(model, "position", int(lengths.max()) + num_tokens - 2)
+    if num_tokens == 1:
+        return
     for i, layer in enumerate(model.caching_layers()):
         together = (layer.mask.causal_from() or 0) + 1
-        if num_tokens > 1 and lengths.min() < together:
+        if lengths.min() < together:
             raise ValueError(
                 f"layer{i}: the first {together} positions see each other under {layer.mask}, so "
                 f"every prompt needs as many tokens, and one has {lengths.min()}"

@@ -299,7 +299,7 @@ def cache_bytes(variant):
         for length in (1, 3, T, 200):
             cache = layer.init_cache(2, length)
             row = layer.cache_bytes_per_token() * variant.slots(length)
-            constant = variant.constant_bytes * (size if variant.constant_is_narrow else 4) // 4
+            constant = variant.constant_bytes * size // 4 + variant.wide_bytes
             assert cache.nbytes == 2 * (row + constant), (dtype, length)
             assert layer.cache_bytes(length) == row + constant
             arrays = [a for a in jax.tree.leaves(cache) if jnp.issubdtype(a.dtype, jnp.floating)]

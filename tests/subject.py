@@ -34,7 +34,7 @@ class Variant:
       window: prefill is tried in chunks of this size and of one more and less.
       slots: length → positions for which a row of the cache keeps ``cache_bytes_per_token``.
       constant_bytes: what a row of a float32 cache holds besides, whatever the length.
-      constant_is_narrow: whether these bytes follow the dtype of the cache.
+      wide_bytes: the same, of what is float32 whatever the dtype of the cache.
       arguments: batch → further arguments of the layer, such as ``memory``; float32 arrays in
         them take the dtype of the activations.
       exempt: name of a check → why it does not apply.
@@ -46,7 +46,7 @@ class Variant:
     window: int = 2
     slots: Callable[[int], int] = lambda length: length
     constant_bytes: int = 0
-    constant_is_narrow: bool = True
+    wide_bytes: int = 0
     arguments: Callable[[int], Mapping] = lambda batch: {}
     exempt: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -273,13 +274,16 @@ def test_points_of_a_job_array_share_the_folder_but_not_a_point(folder):
 
 
 def test_the_lock_of_a_dead_process_is_taken_over_with_a_word(folder):
-    pid = os.fork()
-    if not pid:
-        # Never left: the process ends while it has the lock, as by kill -9.
-        context = folder.locked(None)
-        context.__enter__()
-        os._exit(0)
-    os.waitpid(pid, 0)
+    # Never left: the process ends while it has the lock, as by kill -9.
+    take = (
+        "import os, sys; from sweeps.folder import SweepFolder; "
+        "SweepFolder(sys.argv[1]).locked(None).__enter__(); os._exit(0)"
+    )
+    ended = subprocess.Popen(
+        [sys.executable, "-c", take, str(folder.path)], cwd=Path(__file__).parent.parent
+    )
+    assert ended.wait() == 0
+    pid = ended.pid
     with folder.locked(None) as left:
         assert len(left) == 1 and f"process {pid} on " in left[0] and "taking over" in left[0]
 

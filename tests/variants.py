@@ -45,6 +45,7 @@ PREFIX = dict.fromkeys(
     IN_PARTS,
 )  # fmt: skip
 SINK = {"pattern_rows_sum_to_one": "the sink takes its share of the weight"}
+TWO_PATTERNS = {"replacing": "the rows of global tokens have a pattern of their own"}
 NO_MEMORY = "a decoder alone has no memory; test_encoder_decoder.py has one"
 CROSS = dict.fromkeys(
     ("causality_in_a_decoder", "packed_documents_in_a_decoder", "decoder_in_any_chunks"), NO_MEMORY
@@ -78,17 +79,22 @@ VARIANTS = [
         num_kv_heads=2, mask_expression="Causal() & (Window(2) | First(1)) & Window(5)",
     ), slots=lambda n: min(n, 3)),
     Variant("full", MultiHeadFull(num_kv_heads=2), exempt=FULL),
+    Variant("longformer global", MultiHeadLongformer(
+        num_kv_heads=2, window=2, num_global=2, global_projections=True,
+    ), slots=lambda n: 2 * min(n, 4), exempt=TWO_PATTERNS),
     Variant("longformer encoder", MultiHeadLongformerEncoder(
-        num_kv_heads=2, window=2, num_global=1, global_projections=True, smeared_keys=True,
+        num_kv_heads=2, window=2, num_global=1, smeared_keys=True,
     ), exempt=FULL),
+    Variant("longformer encoder global", MultiHeadLongformerEncoder(
+        num_kv_heads=2, window=2, num_global=1, global_projections=True,
+    ), exempt=FULL | TWO_PATTERNS),
     Variant("prefix", MultiHeadPrefix(num_kv_heads=2, prefix=3, smeared_keys=True), exempt=PREFIX,
             constant_bytes=2 * 6 * 4),
     Variant("cross", MultiHeadCross(num_kv_heads=2, smeared_keys=True), arguments=memory,
             exempt=CROSS),
-    Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, constant_bytes=2 * 6 * 7 * 4,
-            constant_is_narrow=False),
+    Variant("linear", Linear(num_kv_heads=2), slots=lambda n: 0, wide_bytes=2 * 6 * 7 * 4),
     Variant("linear smeared", Linear(num_kv_heads=2, feature_map="taylor", smeared_keys=True),
-            slots=lambda n: 0, constant_bytes=2 * 28 * 7 * 4 + 2 * 6 * 4, constant_is_narrow=False),
+            slots=lambda n: 0, wide_bytes=2 * 28 * 7 * 4, constant_bytes=2 * 6 * 4),
     Variant("mla", Latent(latent_rank=5)),
     Variant("mla query latent", Latent(latent_rank=7, query_rank=8, rope_width=4, scale=0.7)),
     Variant("mla smeared", Latent(latent_rank=5, smeared_keys=True), constant_bytes=2 * 4),
