@@ -277,7 +277,7 @@ def test_the_lock_of_a_dead_process_is_taken_over_with_a_word(folder):
     # Never left: the process ends while it has the lock, as by kill -9.
     take = (
         "import os, sys; from sweeps.folder import SweepFolder; "
-        "SweepFolder(sys.argv[1]).locked(None).__enter__(); os._exit(0)"
+        "held = SweepFolder(sys.argv[1]).locked(None); held.__enter__(); os._exit(0)"
     )
     ended = subprocess.Popen(
         [sys.executable, "-c", take, str(folder.path)], cwd=Path(__file__).parent.parent
