@@ -2,7 +2,7 @@
 
     python train.py --config=configs/linear.py
 
-About 90 seconds of training on 2 cores. Expect
+About 60 seconds of training on 2 cores. Expect
 copy accuracy 0.50, induction accuracy 0.37 (means of seeds 0, 1 and 2).
 """
 
