@@ -58,6 +58,19 @@ def _within(value: float, bounds: tuple[float, float]) -> bool:
     return bounds[0] <= value <= bounds[1]
 
 
+def _additive(measured: Measured) -> tuple[bool, str]:
+    T = max(measured.lengths("additive", OURS, "both"))
+    times, bytes_ = (
+        [of("causal", OURS, T, "both"), of("additive", OURS, T, "both")]
+        for of in (measured.median, lambda *key: measured.peaks[key])
+    )
+    slower, larger = times[1] / times[0], bytes_[1] / bytes_[0]
+    return slower > 1 and larger > 1, (
+        f"T = {T:,}, forward and backward: additive scores take {slower:.1f} times as long as dot "
+        f"products, and {larger:.1f} times the memory"
+    )
+
+
 def _heads(measured: Measured) -> tuple[bool, str]:
     T = max(measured.lengths("one_head", OURS, "both"))
     many, one = (measured.median(name, OURS, T, "both") for name in ("causal", "one_head"))
@@ -113,6 +126,7 @@ def _linear(measured: Measured) -> tuple[bool, str]:
 
 
 ROWS: dict[str, tuple[str, Callable[[Measured], tuple[bool, str]]]] = {
+    "6": ("dot-product attention beats additive attention in speed and memory", _additive),
     "13": ("h heads of width d/h cost as much as one head of width d", _heads),
     "21": ("attention's time grows with T²", _square),
     "22": ("a plain implementation stores T × T scores", _stored),

@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from attention import linear_ops
+from attention.additive import additive_attention
 from attention.feature_maps import feature_map
 from attention.masks import Causal, First, Global, Mask, Window
 from attention.ops import attend
+from attention.reference import allowed_pairs
 
 WINDOW, GLOBALS = 256, 4
 OURS, DENSE, JAX_NN, SDPA, FLEX = "ours", "dense", "jax.nn", "SDPA", "FlexAttention"
 PROGRAMS = ("forward", "both")
+CAUSAL = Causal()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +26,17 @@ class Variant:
     """What is computed, by (q_BTNH, k_BTKH, v_BTKH) → out_BTNH.
 
     Attributes:
-      mask: None for linear attention.
+      mask: what softmax attention may see.
+      other: the whole computation, where it is not softmax attention.
+      longest: tokens beyond which it is not measured; None: no limit.
       torch_mask: its name in ``benchmarks/torch_peer``, where PyTorch is asked for it.
       jax_nn: options of ``jax.nn.dot_product_attention`` for the same mask, where it has it.
       N, K, H: query heads, key-value heads, width of a head.
     """
 
-    mask: Mask | None
+    mask: Mask = CAUSAL
+    other: Callable | None = None
+    longest: int | None = None
     torch_mask: str | None = None
     jax_nn: dict | None = None
     N: int = 4
@@ -38,8 +45,8 @@ class Variant:
 
     def implementations(self) -> dict[str, Callable]:
         """Ours and the peers in this process, by name."""
-        if self.mask is None:
-            return {OURS: _linear}
+        if self.other is not None:
+            return {OURS: self.other}
         known = {
             OURS: lambda q, k, v: attend(q, k, v, self.mask),
             DENSE: lambda q, k, v: attend(q, k, v, self.mask, implementation="reference"),
@@ -66,16 +73,28 @@ def _linear(q_BTNH, k_BTKH, v_BTKH):
     return linear_ops.chunked(phi(q_BTNH), phi(k_BTKH), v_BTKH)[0]
 
 
+def _additive(q_BTNH, k_BTKH, v_BTKH):
+    index = jnp.arange(q_BTNH.shape[1])
+    allowed_1TS = allowed_pairs(Causal(), index, index)
+    return additive_attention(q_BTNH, k_BTKH, v_BTKH, jnp.ones(q_BTNH.shape[2:]), allowed_1TS)
+
+
 _NEAR = Window(WINDOW)
 VARIANTS = {
-    "causal": Variant(Causal(), "causal", {"is_causal": True}),
-    "window": Variant(_NEAR, "window", {"is_causal": True, "local_window_size": (WINDOW - 1, 0)}),
-    "longformer": Variant(Causal() & (_NEAR | Global(GLOBALS)), "longformer"),
+    "causal": Variant(torch_mask="causal", jax_nn={"is_causal": True}),
+    "window": Variant(
+        _NEAR,
+        torch_mask="window",
+        jax_nn={"is_causal": True, "local_window_size": (WINDOW - 1, 0)},
+    ),
+    "longformer": Variant(Causal() & (_NEAR | Global(GLOBALS)), torch_mask="longformer"),
     "streaming": Variant(Causal() & (_NEAR | First(GLOBALS))),
-    "gqa": Variant(Causal(), "causal", {"is_causal": True}, K=2),
-    "mqa": Variant(Causal(), "causal", {"is_causal": True}, K=1),
-    "one_head": Variant(Causal(), N=1, K=1, H=256),
-    "linear": Variant(None),
+    "gqa": Variant(torch_mask="causal", jax_nn={"is_causal": True}, K=2),
+    "mqa": Variant(torch_mask="causal", jax_nn={"is_causal": True}, K=1),
+    "one_head": Variant(N=1, K=1, H=256),
+    "linear": Variant(other=_linear),
+    # 64 hyperbolic tangents a pair: seconds where dot products take milliseconds.
+    "additive": Variant(other=_additive, longest=1024),
 }
 
 

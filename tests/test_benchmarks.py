@@ -104,7 +104,7 @@ def test_implementations_of_a_variant_agree(variant: str):
         np.testing.assert_allclose(result, results[OURS], atol=2e-5, err_msg=name)
 
 
-def growing(dense: float = 2.0, tiled: float = 2.0, near: float = 1.0, memory: float = 1.0):
+def growing(dense=2.0, tiled=2.0, near=1.0, memory=1.0, additive=9.0):
     """Times and bytes that grow with these powers, dense always 4 times slower."""
     seconds, peaks = {}, {}
     powers = {
@@ -115,6 +115,7 @@ def growing(dense: float = 2.0, tiled: float = 2.0, near: float = 1.0, memory: f
         ("window", OURS): (1.0, near, memory),
         ("longformer", OURS): (1.1, near, memory),
         ("linear", OURS): (1.0, near, memory),
+        ("additive", OURS): (additive, 2.0, 2.5),
     }
     for (variant, name), (factor, time, space) in powers.items():
         for T in LENGTHS:
@@ -129,7 +130,7 @@ def words(measured) -> dict[str, bool | None]:
 
 
 def test_what_grows_as_claimed_is_confirmed():
-    assert words(growing()) == dict.fromkeys(("13", "21", "22", "26", "27", "28"), True)
+    assert words(growing()) == dict.fromkeys(("6", "13", "21", "22", "26", "27", "28"), True)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_what_grows_as_claimed_is_confirmed():
     [
         ({"dense": 1.0}, {"21", "26"}),
         ({"tiled": 1.2}, {"21", "26"}),
+        ({"additive": 0.9}, {"6"}),
         ({"near": 2.0}, {"27", "28"}),
         ({"memory": 2.0}, {"26", "28"}),
     ],
@@ -149,7 +151,7 @@ def test_what_was_not_measured_is_not_decided():
     measured = growing()
     only = {key: value for key, value in measured.seconds.items() if key[2] == 1024}
     assert words(attention_rows.Measured(only, {})) == {
-        "13": True, "21": None, "22": None, "26": None, "27": None, "28": None
+        "6": None, "13": True, "21": None, "22": None, "26": None, "27": None, "28": None
     }  # fmt: skip
     assert set(words(attention_rows.Measured({}, {})).values()) == {None}
 
@@ -174,7 +176,7 @@ def test_goals_tell_reached_from_missed_from_unknown():
 def test_tables_have_a_row_for_each_measurement():
     measured = growing()
     lines = attention.table(measured).splitlines()
-    assert len(lines) == 2 + 7 * len(LENGTHS)
+    assert len(lines) == 2 + 8 * len(LENGTHS)
     assert "| causal, SDPA | 8,192 | 101 (101–101) | 1.50 (1.50–1.50) |" in attention.table(
         measured
     )
