@@ -298,18 +298,9 @@ def main(arguments, torch: peers.Torch | None) -> None:
 
 def parse(argv: list[str] | None = None):
     """The command line."""
-    parser = options.parser(__doc__)
-    parser.add_argument("--variants", type=options.several(VARIANTS, "variant"), metavar="NAMES",
-                        help=f"of {', '.join(VARIANTS)}; a comma between two")  # fmt: skip
-    parser.add_argument("--lengths", type=options.whole_numbers(1), metavar="TOKENS",
-                        help="a comma between two")  # fmt: skip
-    parser.add_argument("--repeats", type=options.whole_number(1), help="rounds")
-    arguments = parser.parse_args(argv)
-    short = arguments.short
-    arguments.variants = arguments.variants or (SHORT_VARIANTS if short else list(VARIANTS))
-    arguments.lengths = arguments.lengths or (SHORT_LENGTHS if short else LENGTHS)
-    arguments.repeats = arguments.repeats or (3 if short else 7)
-    return arguments
+    short = {"variants": SHORT_VARIANTS, "lengths": SHORT_LENGTHS, "repeats": 3}
+    full = {"variants": list(VARIANTS), "lengths": LENGTHS, "repeats": 7}
+    return options.parse_lengths(__doc__, VARIANTS, short, full, argv)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from benchmarks import peers
@@ -30,6 +30,30 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     result.add_argument("--short", action="store_true", help="the short form of make bench")
     return result
+
+
+def parse_lengths(
+    description: str, variants: Collection[str], short: dict, full: dict, argv: list[str] | None
+) -> argparse.Namespace:
+    """The command line of a benchmark of variants at several lengths.
+
+    Args:
+      description: of the benchmark.
+      variants: names that are known.
+      short, full: what ``variants``, ``lengths`` and ``repeats`` are where they are not given,
+        with --short and without.
+      argv: the arguments; None: those of the process.
+    """
+    result = parser(description)
+    result.add_argument("--variants", type=several(variants, "variant"), metavar="NAMES",
+                        help=f"of {', '.join(variants)}; a comma between two")  # fmt: skip
+    result.add_argument("--lengths", type=whole_numbers(1), metavar="TOKENS",
+                        help="a comma between two")  # fmt: skip
+    result.add_argument("--repeats", type=whole_number(1), help="rounds")
+    arguments = result.parse_args(argv)
+    for name, value in (short if arguments.short else full).items():
+        setattr(arguments, name, getattr(arguments, name) or value)
+    return arguments
 
 
 def several(known, what: str) -> Callable[[str], list[str]]:
