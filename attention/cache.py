@@ -183,7 +183,11 @@ class SlotCache:
         def write(old, update):
             return old.at[rows_B1, slot_BT].set(update.astype(old.dtype), mode="drop")
 
-        stored = {name: write(array, new[name]) for name, array in self.entries.items()}
+        # A barrier, or XLA on the CPU writes once more inside of whatever reads the entries, and
+        # copies the whole cache for each of these writes.
+        stored = jax.lax.optimization_barrier(
+            {name: write(array, new[name]) for name, array in self.entries.items()}
+        )
         cache = dataclasses.replace(self, position_BS=write(past_BS, stored_BT), **stored)
         if self.slots.limit is not None or positions_BT.shape[1] == 1:
             return cache, cache.entries, cache.position_BS

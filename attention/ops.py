@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from attention import reference, tiled
+from attention import few, reference, tiled
 from attention.masks import Mask
 from attention.pallas import gpu, tpu
 from attention.reference import Dropout
@@ -77,6 +77,7 @@ IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.run, tpu.cannot, tpu.unwise),
     "gpu": Implementation(gpu.run, gpu.cannot, gpu.unwise),
     "tiled": Implementation(tiled.run, tiled.cannot, tiled.unwise),
+    "few": Implementation(few.run, few.cannot, few.unwise),
     "reference": Implementation(_reference, lambda call: None, lambda call: None),
 }
 

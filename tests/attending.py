@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attention import few
 from attention.ops import IMPLEMENTATIONS, attend_with_lse, explain
 from attention.pallas import gpu, tpu
 from attention.reference import Dropout
@@ -28,6 +29,10 @@ REFUSES: dict[str, dict[str, str]] = {
         "dropout": "dropout is not made tile by tile",
         "indices": "explicit positions",
         "array scale": "scale is an array",
+    },
+    "few": {
+        "dropout": "dropout is not made here",
+        "many queries": "at most 8 queries at once",
     },
     "tpu": {
         "float16": "takes float32 and bfloat16, not float16",
@@ -120,6 +125,7 @@ def features(q, v, options) -> set[str]:
     asked |= {"segments"} if {"q_segments", "k_segments"} & set(options) else set()
     asked |= {"array scale"} if isinstance(options.get("scale"), jax.Array) else set()
     asked |= {"sink"} if "sink_N" in options else set()
+    asked |= {"many queries"} if q.shape[1] > few.MOST else set()
     asked |= {"E != H"} if v.shape[-1] != q.shape[-1] else set()
     return asked
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attention import few
 from attention.masks import Causal
 from attention.ops import IMPLEMENTATIONS, attend, attend_with_lse, explain
 from attention.pallas import gpu, tpu
@@ -31,6 +32,7 @@ FEATURES = {
     "segments": {"k_segments": jax.ShapeDtypeStruct((2, 7), "int32")},
     "array scale": {"scale": jnp.float32(0.5)},
     "E != H": {"E": 5},
+    "many queries": {"T": few.MOST + 1},
 }
 
 
@@ -43,7 +45,7 @@ def test_refusals(implementation):
         for feature, asked in FEATURES.items():
             options = dict(asked)
             dtype, E = options.pop("dtype", exact), options.pop("E", 8)
-            q = jax.ShapeDtypeStruct((2, 7, 4, 8), dtype)
+            q = jax.ShapeDtypeStruct((2, options.pop("T", 7), 4, 8), dtype)
             k = jax.ShapeDtypeStruct((2, 7, 2, 8), dtype)
             v = jax.ShapeDtypeStruct((2, 7, 2, E), dtype)
             if refusal(implementation, q, k, v, Causal(), options) is not None:
@@ -134,7 +136,7 @@ def test_a_kernel_by_name_without_its_device(name):
     with pytest.raises(NotImplementedError, match=f"'{name}': it needs a.* '?cpu"):
         explain(q, q, q, Causal(), implementation=name)
     with interpreter(name):  # which auto never takes: it is for tests
-        assert explain(q, q, q, Causal()).chosen == "reference"
+        assert explain(q, q, q, Causal()).chosen == "few"
 
 
 class _Device:
@@ -150,22 +152,38 @@ V6E = _Device("tpu", "TPU v6 lite", "")
 H200 = _Device("gpu", "NVIDIA H200", "9.0")
 A100 = _Device("gpu", "NVIDIA A100", "8.0")
 NO_TPU, NO_GPU = "it needs a TPU, this is a {}", "it needs an NVIDIA Hopper GPU.* {!r}"
+MANY = "at most 8 queries at once"
+DENSE = "fewer than 32 queries or keys"
 UNCHECKED = "numbers have not been checked"
 
 
 @pytest.mark.parametrize(
     ("device", "checked", "T", "chosen", "others"),
     [
-        (CPU, False, 300, "tiled", (NO_TPU, NO_GPU, "'tiled' comes first")),
-        (CPU, False, 5, "reference", (NO_TPU, NO_GPU, "fewer than 32 queries or keys")),
-        (V6E, False, 300, "reference", (UNCHECKED + ".*TPU v6 lite", NO_GPU, "made for the CPU")),
-        (V6E, False, 32768, "tiled", (UNCHECKED, NO_GPU, "'tiled' comes first")),
-        (V6E, True, 300, "tpu", (NO_GPU, "made for the CPU", "'tpu' comes first")),
-        (V6E, True, 32768, "tpu", (NO_GPU, "'tpu' comes first", "'tpu' comes first")),
-        (H200, False, 300, "reference", (NO_TPU, UNCHECKED, "made for the CPU")),
-        (H200, False, 32768, "tiled", (NO_TPU, UNCHECKED, "'tiled' comes first")),
-        (H200, True, 32768, "gpu", (NO_TPU, "'gpu' comes first", "'gpu' comes first")),
-        (A100, True, 300, "reference", (NO_TPU, "A100' with compute capability 8.0", "made for")),
+        (CPU, False, 300, "tiled", (NO_TPU, NO_GPU, MANY, "'tiled' comes first")),
+        (CPU, False, 9, "reference", (NO_TPU, NO_GPU, DENSE, MANY)),
+        (CPU, False, 5, "few", (NO_TPU, NO_GPU, DENSE, "'few' comes first")),
+        (
+            V6E,
+            False,
+            300,
+            "reference",
+            (UNCHECKED + ".*TPU v6 lite", NO_GPU, "made for the CPU", MANY),
+        ),
+        (V6E, False, 5, "reference", (UNCHECKED, NO_GPU, "made for the CPU", "made for the CPU")),
+        (V6E, False, 32768, "tiled", (UNCHECKED, NO_GPU, MANY, "'tiled' comes first")),
+        (V6E, True, 300, "tpu", (NO_GPU, "made for the CPU", MANY, "'tpu' comes first")),
+        (V6E, True, 32768, "tpu", (NO_GPU, "'tpu' comes first", MANY, "'tpu' comes first")),
+        (H200, False, 300, "reference", (NO_TPU, UNCHECKED, "made for the CPU", MANY)),
+        (H200, False, 32768, "tiled", (NO_TPU, UNCHECKED, MANY, "'tiled' comes first")),
+        (H200, True, 32768, "gpu", (NO_TPU, "'gpu' comes first", MANY, "'gpu' comes first")),
+        (
+            A100,
+            True,
+            300,
+            "reference",
+            (NO_TPU, "A100' with compute capability 8.0", "made for", MANY),
+        ),
     ],
 )
 def test_auto_on_each_platform(monkeypatch, device, checked, T, chosen, others):
