@@ -30,12 +30,11 @@ from attention.tiles import Head, Plan, Segments, from_tiles, in_tiles, padded
 if TYPE_CHECKING:
     from attention.ops import Call
 
-# Wide tiles pay for their dispatch less often, narrow ones waste less at the edges of a mask. The
-# sides of a tile in rows and keys, and what one costs on 2 cores in float32 at head width 64:
-# dispatch, and every pair of a full and of a masked tile. At 1024 the scores leave the level-2
-# cache and a pair costs more again; the head width moves the costs of all sides alike.
-SIDES = (512, 256, 128)
-TILE_US, FULL_NS, PARTIAL_NS = 40, 1.7, 2.6
+# Wide tiles pay for their dispatch less often, narrow ones waste less at the edges of a mask. What
+# a tile costs forward, in µs, by its side: a full one and a masked one, on 2 cores in float32 at
+# head width 64, fitted to 8,192 tokens under causal masks and windows from 64 to 2,048. The head
+# width moves the costs of all sides alike.
+TILE_US = {1024: (2000, 2600), 512: (600, 960), 256: (195, 340), 128: (46, 94)}
 
 # Measured on 2 cores, 4 and 8 heads, batches 1 to 64: at 32 × 32 tiles and dense scores cost the
 # same forward and with backward, above tiles win; under 32 queries dense scores are small anyway.
@@ -283,17 +282,20 @@ _attend.defvjp(_forward, _backward)
 def _tile_sizes(mask: Mask, T: int, S: int, groups: int) -> tuple[int, int]:
     """Queries and keys in a tile: the shape with the least estimated time for this mask."""
 
-    def microseconds(sizes):
-        kinds = tile_table(mask, T, S, *sizes).kinds
-        pairs = sizes[0] * groups * sizes[1]
-        full, partial = np.count_nonzero(kinds == FULL), np.count_nonzero(kinds == PARTIAL)
-        return (full + partial) * TILE_US + (full * FULL_NS + partial * PARTIAL_NS) * pairs / 1e3
-
     def fitted(side):
         q_tile = max(side // groups // 16 * 16, 16)
         return min(q_tile, T), min(side, S)
 
-    return min(map(fitted, SIDES), key=microseconds)
+    def microseconds(side):
+        q_tile, k_tile = fitted(side)
+        kinds = tile_table(mask, T, S, q_tile, k_tile).kinds
+        full, masked = np.count_nonzero(kinds == FULL), np.count_nonzero(kinds == PARTIAL)
+        full_us, masked_us = TILE_US[side]
+        return (full * full_us + masked * masked_us) * (q_tile * groups * k_tile / side**2)
+
+    # Of the sides that hold everything in one tile, the smallest: the others would be cut to it.
+    whole = min((side for side in TILE_US if side >= max(T * groups, S)), default=max(TILE_US))
+    return fitted(min((side for side in TILE_US if side <= whole), key=microseconds))
 
 
 def run(call: Call) -> tuple[jax.Array, jax.Array]:

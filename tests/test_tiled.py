@@ -322,7 +322,7 @@ def test_tile_sizes_follow_the_mask():
     assert wide[0] > narrow[0] and wide[1] > narrow[1]
     assert tiled._tile_sizes(Causal(), 40, 70, 4) == (40, 70)
     # The rows of a tile are its queries times the group.
-    assert tiled._tile_sizes(Full(), 8192, 8192, 8) == (64, 512)
+    assert tiled._tile_sizes(Full(), 8192, 8192, 8) == (128, 1024)
 
 
 def test_the_lse_alone_has_a_gradient():
