@@ -66,7 +66,7 @@ class Ours:
 
     def __init__(self, run: Settings, steps: int):
         self._interval, self._steps = make_interval(run), steps
-        self._state = jax.jit(lambda: init_state(run))()
+        self._state = init_state(run)
         self.losses = np.asarray(self._advance(CHECKED_STEPS)["loss"])[:CHECKED_STEPS]
 
     def _advance(self, steps: int) -> dict:

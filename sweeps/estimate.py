@@ -20,7 +20,7 @@ def measure(plan: Plan) -> tuple[float, float]:
     interval = make_interval(settings)
     compiling, step = time_steps(
         lambda state, until: interval(state, until)[0],
-        jax.jit(lambda: init_state(settings))(),
+        init_state(settings),
         settings,
     )
     return compiling, step / plan.points[0].bill.flops_per_step

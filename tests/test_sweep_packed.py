@@ -52,7 +52,7 @@ def alone(run, steps):
 
 @functools.cache
 def first(run):
-    return jax.jit(lambda: init_state(run))()
+    return init_state(run)
 
 
 def start(run):

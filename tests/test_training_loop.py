@@ -204,7 +204,7 @@ def test_the_last_the_best_or_any_checkpoint_can_be_read_back(once):
 def test_a_donated_state_is_gone_and_says_so():
     """Case J2: train, evaluate, train; then the old state."""
     interval, evaluate = loop.make_interval(SETTINGS), loop.make_evaluation(SETTINGS)
-    initial = jax.jit(lambda: step.init_state(SETTINGS))()
+    initial = step.init_state(SETTINGS)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(initial.params)}
     assert len(pointers) == len(jax.tree.leaves(initial.params))
     state, _ = interval(initial, 4)
@@ -221,16 +221,16 @@ def test_a_donated_state_is_gone_and_says_so():
 
 def test_one_program_serves_every_interval_and_a_resumed_run(once, tmp_path):
     interval, evaluate = loop.make_interval(SETTINGS), loop.make_evaluation(SETTINGS)
-    assert interval._cache_size() == 1  # intervals of 4, 1, 3 and 2 steps
+    assert interval.func._cache_size() == 1  # intervals of 4, 1, 3 and 2 steps
     assert evaluate._cache_size() == 1
     resume_at_5(once, tmp_path / "resumed")
-    assert interval._cache_size() == 1
+    assert interval.func._cache_size() == 1
     assert evaluate._cache_size() == 1
 
 
 def test_steps_past_the_end_are_skipped():
     interval = loop.make_interval(SETTINGS)
-    state, history = interval(jax.jit(lambda: step.init_state(SETTINGS))(), 1)
+    state, history = interval(step.init_state(SETTINGS), 1)
     assert int(state.step) == 1
     assert history["loss"].shape == (4,) and history["loss"][0] > 0
     assert not np.any(history["loss"][1:])
@@ -475,15 +475,15 @@ def test_seeds_decide_parameters_and_batches_and_nothing_else_does():
     drawn = {}
     for seed in (0, 1):
         chosen = settings(tiny.config(seed=seed))
-        drawn[seed] = jax.jit(lambda chosen=chosen: step.init_state(chosen))()
-        again = jax.jit(lambda chosen=chosen: step.init_state(chosen))()
+        drawn[seed] = step.init_state(chosen)
+        again = step.init_state(chosen)
         assert bits(again) == bits(drawn[seed])
     assert not np.array_equal(jax.random.key_data(drawn[0].key), jax.random.key_data(drawn[1].key))
     for name, value in drawn[0].params.items():
         if name.rsplit("/", 1)[-1].startswith("w_"):
             assert not np.any(value == drawn[1].params[name])
     other = settings(tiny.config(train__data_seed=1))
-    same = jax.jit(lambda: step.init_state(other))()
+    same = step.init_state(other)
     assert bits(same) != bits(drawn[0])  # dropout
     assert all(np.array_equal(same.params[k], drawn[0].params[k]) for k in same.params)
 
@@ -495,7 +495,7 @@ def test_seeds_decide_parameters_and_batches_and_nothing_else_does():
 
 def test_the_evaluation_stream_is_fixed_and_does_not_move_training(once):
     """The same sequences for every seed of training, and for every step."""
-    state = jax.jit(lambda: step.init_state(SETTINGS))()
+    state = step.init_state(SETTINGS)
     first = loop.make_evaluation(SETTINGS)(state.params)
     assert jax.tree.leaves(loop.make_evaluation(SETTINGS)(state.params)) == jax.tree.leaves(first)
     found = {name: counts.ratios() for name, counts in first.items()}
@@ -514,7 +514,7 @@ def test_an_untrained_model_is_about_as_good_as_chance(tied_head):
             model__tied_head=tied_head,
         )
     )  # fmt: skip
-    params = jax.jit(lambda: step.init_state(chosen).params)()
+    params = step.init_state(chosen).params
     for counts in step.make_evaluation(chosen)(params).values():
         assert int(counts.answers) > 2000
         assert counts.ratios()["accuracy"] < 1 / 16 + 0.03

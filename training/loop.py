@@ -82,7 +82,7 @@ def train(
         state = saved.restore_latest(jax.eval_shape(lambda: init_state(settings)))
         resumed = state is not None
         if not resumed:
-            state = jax.jit(lambda: init_state(settings))()
+            state = init_state(settings)
         first = int(state.step)
         implementations = _implementations(settings)
         folder.begin(config, environment.describe(implementations, first))

@@ -19,16 +19,21 @@ from training.state import TrainState
 
 
 def init_state(settings: Settings) -> TrainState:
-    """The state before the first step; a pure function of the seeds."""
-    model = settings.model.build(nnx.Rngs(init_key(settings.init_seed)))
-    _, params = pure.split(model)
-    transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=transformation.init(params),
-        key=dropout_key(settings.train_seed),
-    )
+    """The state before the first step; a pure function of the seeds, one program for all of them."""
+
+    @jax.jit
+    def initial(init_seed: jax.Array, train_seed: jax.Array) -> TrainState:
+        model = settings.model.build(nnx.Rngs(init_key(init_seed)))
+        _, params = pure.split(model)
+        transformation = optimizers.optimizer(settings.optimizer, settings.train.steps)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=transformation.init(params),
+            key=dropout_key(train_seed),
+        )
+
+    return initial(jnp.uint32(settings.init_seed), jnp.uint32(settings.train_seed))
 
 
 def graph_of(settings: Settings) -> nnx.GraphDef:
@@ -76,21 +81,28 @@ def make_interval(settings: Settings):
     One program serves every interval, the shorter ones too: the loop has a fixed length and the
     steps past ``until`` are skipped. The state is donated. ``history`` holds ``loss`` (nats) and
     ``gradient_norm`` of each step in turn, NaN-free where a step was skipped (0).
+
+    Seed and learning rate are arguments of the program and not constants in it: runs that differ in
+    nothing else find it in the compilation cache.
     """
-    step = make_step(settings, settings.train_seed, settings.optimizer.learning_rate)
 
     def skip(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         return state, {"loss": jnp.float32(0), "gradient_norm": jnp.float32(0)}
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def interval(state: TrainState, until: jax.Array):
+    def interval(state: TrainState, until: jax.Array, train_seed, learning_rate):
+        step = make_step(settings, train_seed, learning_rate)
         return jax.lax.scan(
             lambda state, _: jax.lax.cond(state.step < until, step, skip, state),
             state,
             length=settings.train.log_every,
         )
 
-    return interval
+    return functools.partial(
+        interval,
+        train_seed=jnp.uint32(settings.train_seed),
+        learning_rate=jnp.float32(settings.optimizer.learning_rate),
+    )
 
 
 def make_evaluation(settings: Settings):
