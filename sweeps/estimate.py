@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax
-
 from sweeps.executor import available_cores
 from sweeps.fairness import Bill
 from sweeps.packs import time_steps

@@ -19,7 +19,7 @@ from training.state import TrainState
 
 
 def init_state(settings: Settings) -> TrainState:
-    """The state before the first step; a pure function of the seeds, one program for all of them."""
+    """The state before the first step, a function of the seeds; one program serves them all."""
 
     @jax.jit
     def initial(init_seed: jax.Array, train_seed: jax.Array) -> TrainState:
