@@ -16,7 +16,6 @@ from sweeps.executor import ROOT
 from sweeps.folder import SweepFolder
 from sweeps.options import Options
 from training.environment import git_commit
-from training.progress import table
 
 # Flags that mean something here; the others are for studies.
 _READ = ("config", "workdir", "dry_run", "only", "report_only")
@@ -62,11 +61,9 @@ def _evidence_of(rows: Sequence[Row]) -> tuple[Evidence, ...]:
 
 
 def _dry_run(claims: Claims, rows: Sequence[Row]) -> None:
-    cells = [
-        (str(row.number), row.claim, ", ".join(each.name for each in row.evidence)) for row in rows
-    ]
-    table(f"{claims.title}: {len(rows)} of {len(claims.rows)} rows", cells,
-          ("row", "claim", "evidence"))  # fmt: skip
+    print(f"{claims.title}: {len(rows)} of {len(claims.rows)} rows")
+    for row in rows:
+        print(f"{row.number:3}  {row.claim}  [{', '.join(each.name for each in row.evidence)}]")
     evidence = _evidence_of(rows)
     for each in driving.in_order(evidence):
         print(f"{each.name}, {each.minutes:g} minutes: {record.told(each)}")
