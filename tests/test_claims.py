@@ -21,7 +21,7 @@ from configs.sweeps import claims as shipped
 from sweeps import study
 from sweeps.axes import AxisError
 from sweeps.claims import command, drive, record
-from sweeps.claims.evidence import AtLeast, Bench, StudyEvidence, Tests, Training
+from sweeps.claims.evidence import AtLeast, Bench, Pytest, StudyEvidence, Training
 from sweeps.claims.rows import Claims, Finding, Found, Row, Table
 from sweeps.claims.text import TextModel, WithLearnedSinks
 from sweeps.folder import SweepFolder
@@ -59,10 +59,8 @@ class Script:
 
     def read(self, folder: Path) -> Found:
         lines = json.loads((folder / "found.json").read_text())
-        return Found(
-            tuple(Finding(row, "it is so", text, ok, self.link, why) for row, text, ok, why in lines),
-            self.table,
-        )  # fmt: skip
+        said = (Finding(row, "it is so", text, ok, self.link, why) for row, text, ok, why in lines)
+        return Found(tuple(said), self.table)
 
 
 GOOD = Script("good", ((None, "0.75", True, False),), table=Table(("n", "b|c"), (("1", "<2>"),)))
@@ -112,7 +110,7 @@ def test_every_row_has_its_verdict_its_figures_and_its_command(whole):
     no = dict.fromkeys(("2", "3", "4", "5", "12"), "**NOT CONFIRMED**")
     assert verdicts == {"1": "**CONFIRMED**"} | no
     assert rows["1"][1:4] == [r"the first \| claim", "0.7", "✓ it is so: 0.75"]
-    assert rows["2"][3] == "✓ it is so: 0.75<br>✗ it is so: 0.25 <of> 1"
+    assert rows["2"][3] == "✓ it is so: 0.75<br>✗ it is so: 0.25 &lt;of&gt; 1"
     assert "no such luck" in rows["3"][3] and rows["3"][3].startswith(
         "✓ it is so: 0.75<br>✗ fails:"
     )
@@ -128,8 +126,10 @@ def test_what_differs_comes_with_its_reason_and_the_test_of_it(whole):
     text = (whole[0] / "claims.md").read_text()
     section = text.partition("### Row 2: the second")[2].partition("###")[0]
     assert section.split("\n")[2:5] == [
-        "- ✗ it is so: 0.25 <of> 1", "- Reason: it is too small.", "- Tested: ✓ it is so: as thought"
-    ]  # fmt: skip
+        "- ✗ it is so: 0.25 &lt;of&gt; 1",
+        "- Reason: it is too small.",
+        "- Tested: ✓ it is so: as thought",
+    ]
     assert "1 of 6 rows are confirmed. Without a result: fails, dies, absent." in text
     assert "### Row 1:" not in text and "| n | b\\|c |" in text
 
@@ -287,7 +287,7 @@ def test_tests_count_their_cases_and_hand_on_their_figures(tmp_path):
     )
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\njunit_family='xunit1'\n")
     names = ("good", "bad", "skipped", "absent")
-    evidence = Tests("some", tuple(f"test_some.py::test_{name}" for name in names))
+    evidence = Pytest("some", tuple(f"test_some.py::test_{name}" for name in names))
     (argv,) = evidence.commands(tmp_path)
     subprocess.run(
         [sys.executable, *argv[:-1], "-p", "no:xdist"], cwd=tmp_path, capture_output=True

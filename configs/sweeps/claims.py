@@ -7,7 +7,7 @@ Planned for 35 minutes on 2 cores. It needs what requirements-dev.txt installs, 
 
 from ml_collections import ConfigDict
 
-from sweeps.claims.evidence import AtLeast, Bench, StudyEvidence, Tests, Training
+from sweeps.claims.evidence import AtLeast, Bench, Pytest, StudyEvidence, Training
 from sweeps.claims.rows import Claims, Row
 from sweeps.claims.text import TextModel, WithLearnedSinks
 
@@ -43,8 +43,8 @@ SINKS = WithLearnedSinks(
 )
 
 
-def _tests(row: int, *nodes: str, minutes: float = 0.2) -> Tests:
-    return Tests(f"tests-{row}", tuple(f"tests/test_{node}" for node in nodes), minutes)
+def _tests(row: int, *nodes: str, minutes: float = 0.2) -> Pytest:
+    return Pytest(f"tests-{row}", tuple(f"tests/test_{node}" for node in nodes), minutes)
 
 
 def get_config():

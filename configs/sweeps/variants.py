@@ -2,8 +2,8 @@
 
     python sweep.py --config=configs/sweeps/variants.py
 
-Planned for 15 minutes on 2 cores. Rows 6, 24, 25, 27, 29 and 30 of the claims. Encoder-decoders have
-a task of their own and are not in it.
+Planned for 15 minutes on 2 cores. Rows 6, 24, 25, 27, 29 and 30 of the claims. Encoder-decoders
+have a task of their own and are not in it.
 """
 
 from configs import base

@@ -23,7 +23,7 @@ _ROW = re.compile(r"(reason )?(\d+): (.+)", re.S)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tests:
+class Pytest:
     """Tests, all of whose cases have to pass.
 
     Our figures are what a test gives to ``record_property("figures", …)``.

@@ -48,7 +48,8 @@ class Page:
         """The page as text, for a folder."""
         rows = [
             (
-                str(each.row.number), each.row.claim, each.row.figures, "<br>".join(_lines(each)),
+                str(each.row.number), each.row.claim, each.row.figures,
+                "<br>".join(map(_md, _lines(each))),
                 f"**{each}**", "<br>".join(_links(each.row.evidence, folder, _md_link)),
                 "<br>".join(f"`{told(one)}`" for one in each.row.evidence),
             )
@@ -57,7 +58,7 @@ class Page:
         parts = [f"# {self.claims.title}\n", f"`{self.command}`\n", self._count() + "\n"]
         parts.append(grid(HEAD, rows))
         for each in self._differing():
-            lines = "\n".join(f"- {line}" for line in _difference(each))
+            lines = "\n".join(f"- {_md(line)}" for line in _difference(each))
             parts.append(f"### Row {each.row.number}: {each.row.claim}\n\n{lines}\n")
         if self._differing():
             parts.insert(4, f"## {_DIFFERING}\n")
@@ -151,6 +152,11 @@ def _links(
 ) -> Iterable[str]:
     for one in evidence:
         yield link(one.name, os.path.relpath(ROOT / one.link, folder.resolve()))
+
+
+def _md(text: str) -> str:
+    """Text that Markdown leaves as it is."""
+    return escape(text, quote=False)
 
 
 def _md_link(name: str, path: str) -> str:
