@@ -20,8 +20,9 @@ class EmergenceTable:
 
     Columns are ``step``, ``tokens`` (trained on so far), ``loss`` (nats, all positions),
     ``loss_repeated`` (the positions whose target is determined by what came before),
-    ``in_context_learning``, ``prefix_matching_chance``, ``SCORE/layerI/headJ`` for every score of
-    every head, and ``loss_at/T`` for every position.
+    ``in_context_learning``, ``prefix_matching_chance`` and, of data with delimiters,
+    ``delimiter_chance`` (the scores of uniform attention), ``SCORE/layerI/headJ`` for every score
+    of every head, and ``loss_at/T`` for every position.
 
     Attributes:
       names: of the columns.

@@ -71,6 +71,12 @@ def delimiter(pattern_BNTS: jax.Array, is_delimiter_BS: jax.Array) -> jax.Array:
     return _mean_over(_mass(pattern_BNTS, before_BTS), before_BTS.any(-1))
 
 
+def delimiter_chance(is_delimiter_BS: jax.Array) -> jax.Array:
+    """The delimiter score of uniform causal attention."""
+    B, T = is_delimiter_BS.shape
+    return delimiter(jnp.broadcast_to(_uniform(T), (B, 1, T, T)), is_delimiter_BS)[0]
+
+
 def copying(logits_BTNT: jax.Array) -> jax.Array:
     """How much heads raise the logit of the token they attend to, (N,), from −1 to 1.
 

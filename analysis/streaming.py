@@ -137,17 +137,23 @@ def table(
     return spans(task.length, length), losses
 
 
-def sink_mass(model, task: Task, seed: int, sequences: int) -> np.ndarray:
-    """Mean attention to the first token of every head on a task's sequences, (L, N)."""
+def sink_mass(model, task: Task, seed: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean attention to the first token of every head on a task's sequences, and to no token.
+
+    Returns:
+      Two arrays (L, N). The second is what a learned sink takes; 0 where there is none.
+    """
     graph, params = pure.split(model)
     batch = task.sample(evaluation_key(seed, 0), sequences)
 
     @jax.jit
     def run(params):
         _, patterns = read_patterns(pure.merge(graph, params), batch.tokens_BT)
-        return jnp.stack([first_token(pattern) for pattern in patterns])
+        first = jnp.stack([first_token(pattern) for pattern in patterns])
+        return first, jnp.stack([1 - pattern.sum(-1).mean((0, 2)) for pattern in patterns])
 
-    return np.asarray(run(params))
+    first_LN, none_LN = run(params)
+    return np.asarray(first_LN), np.asarray(none_LN)
 
 
 if __name__ == "__main__":

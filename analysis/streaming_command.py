@@ -12,7 +12,7 @@ from analysis.plots import COLOURS, STYLES
 from training import command, progress
 from training.checkpoint import CheckpointError
 from training.restore import restore
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, write_json
 from training.settings import OptionError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run folder, as train.py made it.")
@@ -48,25 +48,33 @@ def _run() -> None:
         )
     except ValueError as error:
         raise OptionError(f"streaming {folder.path}: {error}") from None
-    rows = [
-        (name, *(f"{np.exp(loss_T[low:high].mean()):.2f}" for low, high in spans))
+    perplexity = {
+        name: [float(np.exp(loss_T[low:high].mean())) for low, high in spans]
         for name, loss_T in losses.items()
+    }
+    rows = [
+        (name, *(f"{number:.2f}" for number in numbers)) for name, numbers in perplexity.items()
     ]
     header = ("attention", *(f"{low:,} to {high:,}" for low, high in spans))
     title = f"{folder.path} at step {run.step:,}: perplexity by position, {kept} positions kept"
     progress.table(title, rows, header)
-    mass_LN = streaming.sink_mass(run.model, **trained)
+    mass_LN, none_LN = streaming.sink_mass(run.model, **trained)
     for layer, mass_N in enumerate(mass_LN):
         heads = "  ".join(f"{mass:.3f}" for mass in mass_N)
         print(f"attention to the first token, layer {layer}: {heads}")
     table, picture = folder.path / "streaming.csv", folder.path / "streaming.png"
+    summary = folder.path / "streaming.json"
+    write_json(summary, {
+        "step": run.step, "kept": kept, "spans": spans, "perplexity": perplexity,
+        "first_token": mass_LN.tolist(), "no_token": none_LN.tolist(),
+    })  # fmt: skip
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("position", *losses))
         columns = zip(*(loss_T.tolist() for loss_T in losses.values()), strict=True)
         writer.writerows((t, *row) for t, row in enumerate(columns))
     _draw(losses, options.task.length, kept, picture)
-    print(f"saved {table}, {picture}")
+    print(f"saved {table}, {picture}, {summary}")
 
 
 def _draw(losses: dict[str, np.ndarray], trained: int, kept: int, path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from analysis import emergence_table
 from analysis.head_scores import (
     delimiter,
+    delimiter_chance,
     head_scores,
     prefix_matching_chance,
     read_patterns,
@@ -117,6 +118,7 @@ def make_measure(settings: Settings):
     ids = {i for each in task.tasks for i in getattr(each, "delimiters", (SEP,))}
     is_delimiter_BT = np.isin(np.asarray(batch.tokens_BT), list(ids))
     chance = float(prefix_matching_chance(jnp.asarray(sequences.repeated_BT)))
+    delimiters = float(delimiter_chance(jnp.asarray(is_delimiter_BT)))
 
     @jax.jit
     def measure(params):
@@ -137,6 +139,8 @@ def make_measure(settings: Settings):
             "in_context_learning": in_context_learning_score(by_position_T),
             "prefix_matching_chance": jnp.float32(chance),
         }
+        if is_delimiter_BT.any():
+            numbers["delimiter_chance"] = jnp.float32(delimiters)
         return numbers, scores, by_position_T
 
     return measure

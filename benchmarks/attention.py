@@ -3,6 +3,7 @@
     python -m benchmarks.attention --torch_python=PATH     all variants at 1,024 … 8,192 tokens
     python -m benchmarks.attention --variants=causal,window --lengths=8192
     python -m benchmarks.attention --short                 a few variants at up to 4,096
+    python -m benchmarks.attention --peers=dense           without jax.nn
 
 Batch 1, 4 heads of 64 (or as the variant says), float32. "both" is forward with all gradients.
 Peers: the dense reference, jax.nn.dot_product_attention, PyTorch's SDPA and FlexAttention. SDPA
@@ -18,7 +19,7 @@ import jax
 
 from benchmarks import options, peers, report
 from benchmarks.attention_rows import Measured, goals, verdicts
-from benchmarks.cases import DENSE, FLEX, OURS, PROGRAMS, SDPA, VARIANTS, program
+from benchmarks.cases import DENSE, FLEX, JAX_NN, OURS, PROGRAMS, SDPA, VARIANTS, program
 from benchmarks.timing import Estimate, calls_for, in_turns, peak_bytes, ratio, seconds_of
 
 LENGTHS, REPEATS = [1024, 2048, 4096, 8192], 5
@@ -33,7 +34,9 @@ TURN_SECONDS = 0.05
 Key = tuple[str, str, int, str]
 
 
-def ours_and_jax(variant: str, T: int, peaks: dict[Key, int]) -> dict[Key, Callable[[], float]]:
+def ours_and_jax(
+    variant: str, T: int, beside: Sequence[str], peaks: dict[Key, int]
+) -> dict[Key, Callable[[], float]]:
     """Timed programs in this process; fills in their peak bytes."""
     case, programs = VARIANTS[variant], {}
     shapes = case.shapes(T)
@@ -43,7 +46,7 @@ def ours_and_jax(variant: str, T: int, peaks: dict[Key, int]) -> dict[Key, Calla
     ]
     for name, attention in case.implementations().items():
         for what in PROGRAMS:
-            if name == DENSE and T > LONGEST_DENSE:
+            if name not in (OURS, *beside) or (name == DENSE and T > LONGEST_DENSE):
                 continue
             compiled = program(attention, what).lower(*shapes).compile()
             peaks[variant, name, T, what] = peak_bytes(compiled)
@@ -93,7 +96,11 @@ def in_torch(
 
 
 def measure(
-    variants: Iterable[str], lengths: Sequence[int], repeats: int, torch: peers.Torch | None
+    variants: Iterable[str],
+    lengths: Sequence[int],
+    beside: Sequence[str],
+    repeats: int,
+    torch: peers.Torch | None,
 ) -> tuple[Measured, dict[str, str]]:
     """Everything, and why what is missing is missing."""
     seconds, peaks, errors = {}, {}, {}
@@ -102,7 +109,7 @@ def measure(
             if (VARIANTS[variant].longest or T) < T:
                 continue
             print(f"{variant}, T = {T:,}", file=sys.stderr, flush=True)
-            programs = ours_and_jax(variant, T, peaks)
+            programs = ours_and_jax(variant, T, beside, peaks)
             if torch is not None:
                 # FlexAttention compiles for a good part of a minute, at every length anew.
                 names = (SDPA, FLEX) if max(lengths) == T else (SDPA,)
@@ -168,13 +175,16 @@ def panels(measured: Measured) -> dict[str, dict[str, list[tuple[float, float]]]
 
 def main(arguments, torch: peers.Torch | None) -> None:
     """Measures, prints and writes the report."""
-    measured, errors = measure(arguments.variants, arguments.lengths, arguments.repeats, torch)
+    measured, errors = measure(
+        arguments.variants, arguments.lengths, arguments.peers, arguments.repeats, torch
+    )
+    decided = verdicts(measured)
     sections = [
         "# Attention",
         report.machine(str(torch or peers.WITHOUT)),
         table(measured),
         exponents(measured),
-        report.items([*verdicts(measured), *goals(measured)]),
+        report.items([*decided, *goals(measured)]),
         *report.missing(errors),
     ]
     rows = [
@@ -183,7 +193,7 @@ def main(arguments, torch: peers.Torch | None) -> None:
         for key, taken in measured.seconds.items()
         for turn, seconds in enumerate(taken)
     ]
-    report.write(arguments.out, "attention", sections, rows)
+    report.write(arguments.out, "attention", sections, rows, decided)
     picture = arguments.out / "attention.png"
     report.draw(panels(measured), picture, "T, tokens", "milliseconds")
 
@@ -192,7 +202,9 @@ def parse(argv: list[str] | None = None):
     """The command line."""
     short = {"variants": SHORT_VARIANTS, "lengths": SHORT_LENGTHS, "repeats": SHORT_REPEATS}
     full = {"variants": list(VARIANTS), "lengths": LENGTHS, "repeats": REPEATS}
-    return options.parse_lengths(__doc__, VARIANTS, short, full, argv)
+    beside = {"peers": [DENSE, JAX_NN]}
+    names = {"variants": VARIANTS} | beside
+    return options.parse_lengths(__doc__, names, short | beside, full | beside, argv)
 
 
 if __name__ == "__main__":

@@ -272,11 +272,12 @@ def table(measured: Measured) -> str:
 def main(arguments, torch: peers.Torch | None) -> None:
     """Measures, prints and writes the report."""
     measured, errors = measure(arguments.variants, arguments.lengths, arguments.repeats, torch)
+    decided = verdicts(measured)
     sections = [
         "# Decoding",
         report.machine(str(torch or peers.WITHOUT)),
         table(measured),
-        report.items([*verdicts(measured), *goals(measured)]),
+        report.items([*decided, *goals(measured)]),
         *report.missing(errors),
     ]
     rows = [
@@ -285,7 +286,7 @@ def main(arguments, torch: peers.Torch | None) -> None:
         for key, taken in measured.seconds.items()
         for turn, seconds in enumerate(taken)
     ]
-    report.write(arguments.out, "decode", sections, rows)
+    report.write(arguments.out, "decode", sections, rows, decided)
     lines = {
         f"{variant}, {name}": [
             (n, 1 / measured.median(variant, n, name)) for n in measured.lengths(variant, name)
@@ -300,7 +301,7 @@ def parse(argv: list[str] | None = None):
     """The command line."""
     short = {"variants": SHORT_VARIANTS, "lengths": SHORT_LENGTHS, "repeats": 3}
     full = {"variants": list(VARIANTS), "lengths": LENGTHS, "repeats": 7}
-    return options.parse_lengths(__doc__, VARIANTS, short, full, argv)
+    return options.parse_lengths(__doc__, {"variants": VARIANTS}, short, full, argv)
 
 
 if __name__ == "__main__":

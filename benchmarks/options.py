@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from benchmarks import peers
@@ -33,20 +33,26 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse_lengths(
-    description: str, variants: Collection[str], short: dict, full: dict, argv: list[str] | None
+    description: str,
+    names: Mapping[str, Collection[str]],
+    short: dict,
+    full: dict,
+    argv: list[str] | None,
 ) -> argparse.Namespace:
     """The command line of a benchmark of variants at several lengths.
 
     Args:
       description: of the benchmark.
-      variants: names that are known.
-      short, full: what ``variants``, ``lengths`` and ``repeats`` are where they are not given,
+      names: option, such as ``variants`` → what it may name.
+      short, full: what these options, ``lengths`` and ``repeats`` are where they are not given,
         with --short and without.
       argv: the arguments; None: those of the process.
     """
     result = parser(description)
-    result.add_argument("--variants", type=several(variants, "variant"), metavar="NAMES",
-                        help=f"of {', '.join(variants)}; a comma between two")  # fmt: skip
+    for option, known in names.items():
+        kind = several(known, option.removesuffix("s"))
+        help = f"of {', '.join(known)}; a comma between two"
+        result.add_argument(f"--{option}", type=kind, metavar="NAMES", help=help)
     result.add_argument("--lengths", type=whole_numbers(1), metavar="TOKENS",
                         help="a comma between two")  # fmt: skip
     result.add_argument("--repeats", type=whole_number(1), help="rounds")

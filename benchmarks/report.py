@@ -13,6 +13,7 @@ import jax
 from matplotlib.figure import Figure
 
 from analysis.plots import COLOURS, STYLES
+from training.run_folder import write_json
 
 MARKERS = "os^Dv<>*"
 
@@ -78,10 +79,17 @@ def machine(torch: str) -> str:
     return f"{kind} ({platform.machine()}), jax {jax.__version__}; {torch}"
 
 
-def write(folder: Path, name: str, sections: Sequence[str], samples: Iterable[Mapping]) -> None:
-    """Writes ``<name>.md`` and ``<name>.csv``, and prints the first."""
+def write(
+    folder: Path,
+    name: str,
+    sections: Sequence[str],
+    samples: Iterable[Mapping],
+    verdicts: Iterable[Verdict] = (),
+) -> None:
+    """Writes ``<name>.md``, ``.csv`` and ``.json`` (the verdicts), and prints the first."""
     path = folder / f"{name}.md"
     path.write_text("\n\n".join(sections) + "\n")
+    write_json(folder / f"{name}.json", [dataclasses.asdict(verdict) for verdict in verdicts])
     samples = list(samples)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(samples[0]) if samples else ["seconds"])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from absl import flags
-from ml_collections import config_flags
-
 from sweeps import estimate, results
 from sweeps import report as reports
 from sweeps.cluster import RayExecutor
@@ -17,10 +14,11 @@ from sweeps.executor import Executor
 from sweeps.fairness import Equal
 from sweeps.folder import SweepFolder
 from sweeps.local import LocalExecutor
+from sweeps.options import Options
 from sweeps.packs import MODES
 from sweeps.plan import Plan, make_plan
 from sweeps.progress import SweepProgress
-from sweeps.study import Study, load
+from sweeps.study import Study
 from sweeps.tables import body, head
 from sweeps.verdicts import judge
 from training.progress import table
@@ -44,64 +42,61 @@ class Request:
     plan: Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Resources:
-    """What runs where; see the flags of sweep.py."""
+def make_executor(options: Options) -> Executor:
+    """The executor that the options ask for.
 
-    executor: str
-    ray_address: str
-    workers: int | None
-    cores_per_run: int
-    gpus_per_run: float
-    memory_per_run: float
-
-    def make(self, retries: int) -> Executor:
-        """The executor.
-
-        Raises:
-          OptionError: there is no such executor, or it cannot be had.
-        """
-        if self.executor == "local":
-            if self.gpus_per_run or self.memory_per_run:
-                raise OptionError(
-                    "--gpus_per_run and --memory_per_run are asked of a cluster; "
-                    "set --executor=ray, or leave them out"
-                )
-            return LocalExecutor(self.workers, self.cores_per_run)
-        if self.executor == "ray":
-            if self.workers is not None:
-                raise OptionError("--workers is for this machine; a cluster fills itself")
-            return RayExecutor(
-                self.ray_address,
-                self.cores_per_run,
-                self.gpus_per_run,
-                self.memory_per_run,
-                retries,
+    Raises:
+      OptionError: there is no such executor, or it cannot be had.
+    """
+    if options.executor == "local":
+        if options.gpus_per_run or options.memory_per_run:
+            raise OptionError(
+                "--gpus_per_run and --memory_per_run are asked of a cluster; "
+                "set --executor=ray, or leave them out"
             )
-        raise OptionError(f"--executor must be local or ray, got {self.executor!r}")
+        return LocalExecutor(options.workers, options.cores_per_run)
+    if options.executor == "ray":
+        if options.workers is not None:
+            raise OptionError("--workers is for this machine; a cluster fills itself")
+        return RayExecutor(
+            options.ray_address,
+            options.cores_per_run,
+            options.gpus_per_run,
+            options.memory_per_run,
+            options.retries,
+        )
+    raise OptionError(f"--executor must be local or ray, got {options.executor!r}")
 
 
-def read_request(
-    holder: flags.FlagHolder, seeds: str | None, equal: str | None, equal_to: str | None
-) -> Request:
-    """The sweep file with the user's overrides, every run checked.
+def main(path: str, study: Study, options: Options) -> int:
+    """Runs what is missing of a study and reports it; returns the exit code.
+
+    Raises:
+      OptionError: a mistake in the file or the options, or a folder that cannot be used. Nothing
+        has been changed.
+    """
+    request = read_request(path, study, options)
+    plan = choose(request, options.only, options.point)
+    if options.dry_run:
+        dry_run(request, plan)
+        return 0
+    return sweep(request, plan, options)
+
+
+def read_request(path: str, study: Study, options: Options) -> Request:
+    """The study with the user's overrides, every run checked.
 
     Raises:
       OptionError: a mistake in the file, the overrides or the other options.
     """
-    flag = flags.FLAGS[holder.name]
-    if not flag.present:
-        raise OptionError("--config is needed, such as --config=configs/sweeps/variants.py")
-    path = config_flags.get_config_filename(flag)
-    study = load(path)
-    if (equal is None) != (equal_to is None):
+    if (options.equal is None) != (options.equal_to is None):
         raise OptionError("--equal and --equal_to go together: a quantity and the point to match")
     plan = make_plan(
         study,
-        holder.value.to_dict(),
-        config_flags.get_override_values(flag),
-        seeds=None if seeds is None else read_seeds(seeds),
-        equal=None if equal is None else Equal(equal, equal_to),
+        options.base(),
+        options.overrides,
+        seeds=None if options.seeds is None else read_seeds(options.seeds),
+        equal=None if options.equal is None else Equal(options.equal, options.equal_to),
     )
     return Request(Path(path).stem, path, study, plan)
 
@@ -154,24 +149,20 @@ def dry_run(request: Request, plan: Plan) -> None:
     print(estimate.sentence(plan, rate))
 
 
-def sweep(
-    request: Request, plan: Plan, workdir: str, resources: Resources, retries: int, pack: str,
-    one_point: bool,
-) -> int:  # fmt: skip
+def sweep(request: Request, plan: Plan, options: Options) -> int:
     """Runs what is missing, reports, and returns the exit code: 1 where a run has failed.
 
     Raises:
       OptionError: the folder holds something else or is in use. Nothing has been changed.
     """
-    if workdir == "":
-        raise OptionError("--workdir is empty; name a folder, or leave it out")
-    if retries < 0:
-        raise OptionError(f"--retries must not be negative, got {retries}")
-    if pack not in MODES:
-        raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {pack!r}")
+    workdir, one_point = options.folder(request.name), options.point is not None
+    if options.retries < 0:
+        raise OptionError(f"--retries must not be negative, got {options.retries}")
+    if options.pack not in MODES:
+        raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {options.pack!r}")
     folder = SweepFolder(workdir)
     folder.check_usable_for(request.name, request.plan)
-    executor = resources.make(retries)
+    executor = make_executor(options)
     with folder.locked(plan.points[0].name if one_point else None) as left:
         # Once more: it may have been another's between the look and the lock.
         folder.check_usable_for(request.name, request.plan)
@@ -180,7 +171,7 @@ def sweep(
         with SweepProgress() as progress:
             for sentence in left:
                 progress.say(sentence)
-            outcome = drive(plan, folder, executor, progress, retries, pack)
+            outcome = drive(plan, folder, executor, progress, options.retries, options.pack)
         if one_point:
             print(f"report: python sweep.py --report_only --workdir={workdir}")
         else:
@@ -188,16 +179,10 @@ def sweep(
     return _conclude(outcome, workdir)
 
 
-def report(workdir: str, path: str | None) -> int:
-    """Writes the report of a folder again, whatever state its runs are in.
-
-    Args:
-      workdir: of the sweep.
-      path: of a sweep file whose verdicts and pictures to use; None: as the folder keeps it.
-    """
-    folder = SweepFolder(workdir)
-    folder.read_description()
-    _report(folder, load(folder.study if path is None else path))
+def report(folder: SweepFolder, study: Study, options: Options) -> int:
+    """Writes the report of a folder again, whatever state its runs are in."""
+    del options  # a report has none
+    _report(folder, study)
     return 0
 
 

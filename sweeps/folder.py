@@ -48,10 +48,11 @@ class SweepFolder:
         """The file with the times measured before a pack was trained."""
         return self.path / "packs" / f"{name}.json"
 
-    def check_usable_for(self, name: str, plan: Plan) -> None:
+    def check_usable_for(self, name: str, plan: Plan | None = None) -> None:
         """Raises OptionError where the sweep must not write here; changes nothing.
 
-        That is a file, a folder of something else, another sweep, or a run with other options.
+        That is a file, a folder of something else, another sweep, or a run of the plan, where
+        there is one, with other options.
         """
         if not self.path.exists():
             return
@@ -71,7 +72,7 @@ class SweepFolder:
                 f"--workdir={self.path} holds the sweep {saved}, not {name}; choose another "
                 "--workdir"
             )
-        for run in plan.runs:
+        for run in plan.runs if plan else ():
             self._check_run(run)
 
     def _check_run(self, run: Run) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sweeps.axes import Axes, AxisError, case
 from sweeps.fairness import Equal
@@ -65,6 +66,15 @@ def load(path: str | Path) -> Study:
     Raises:
       OptionError: no such file, one without ``get_sweep()``, or axes that describe no sweep.
     """
+    return described(path, Study)
+
+
+def described(path: str | Path, *kinds: type) -> Any:
+    """What a sweep file describes, one of several kinds.
+
+    Raises:
+      OptionError: as ``load``, and where it is of no such kind.
+    """
     if not Path(path).is_file():
         raise OptionError(f"--config={path}: there is no such file; see configs/sweeps/")
     try:
@@ -74,12 +84,13 @@ def load(path: str | Path) -> Study:
                 f"--config={path} has no get_sweep(), so it describes one run and no sweep; "
                 "train.py trains it"
             )
-        study = names["get_sweep"]()
+        found = names["get_sweep"]()
     except AxisError as error:
         raise OptionError(f"{path}: {error}") from None
-    if not isinstance(study, Study):
-        raise OptionError(f"{path}: get_sweep() must return a Study, got {type(study).__name__}")
-    return study
+    if not isinstance(found, kinds):
+        known = " or ".join(f"a {kind.__name__}" for kind in kinds)
+        raise OptionError(f"{path}: get_sweep() must return {known}, got {type(found).__name__}")
+    return found
 
 
 def lower_is_better(metric: str) -> bool:

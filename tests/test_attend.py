@@ -44,7 +44,7 @@ every_mask = pytest.mark.parametrize(("mask", "sees"), MASKS.values(), ids=MASKS
 # --- the computation ------------------------------------------------------------------------------
 
 
-def test_worked_example(run):
+def test_worked_example(run, record_property):
     """Claim 1: weights and outputs of three tokens, as printed and to 1e-6."""
     x = np.array([[1.0, 0], [0, 1], [1, 1]]).reshape(1, 3, 1, 2)
     v = np.array([[1.0, 0], [0, 1], [0.5, 0.5]]).reshape(1, 3, 1, 2)
@@ -55,6 +55,8 @@ def test_worked_example(run):
     np.testing.assert_array_equal(
         np.round(np.asarray(out, np.float64), 1), [[0.6, 0.4], [0.4, 0.6], [0.5, 0.5]]
     )
+    rows = (np.round(np.asarray(x, np.float64), 2).tolist() for x in (weights, out))
+    record_property("figures", "weights {}, outputs {}".format(*rows))
     e = np.exp(np.array([[1, 0, 1], [0, 1, 1], [1, 1, 2]]) / np.sqrt(2))
     exact = e / e.sum(-1, keepdims=True)
     within = run.within(1e-6)
@@ -62,12 +64,14 @@ def test_worked_example(run):
     np.testing.assert_allclose(out, exact @ v[0, :, 0], rtol=0, atol=within)
 
 
-def test_the_scale_keeps_the_variance_of_scores(run):
+def test_the_scale_keeps_the_variance_of_scores(run, record_property):
     """Claim 4: q·k of 64 channels has deviation √64; the default scale makes it 1."""
     rng = np.random.default_rng()
     q, k = (rng.standard_normal((100, 1, 1000, 64)).astype(run.dtype) for _ in range(2))
     products = np.einsum("btnh,btnh->bnt", q, k, dtype=np.float64)
-    assert products.std() == pytest.approx(7.99, abs=0.1)
+    deviation = products.std()
+    record_property("figures", f"deviation {deviation:.2f}, scaled {deviation / 8:.3f}")
+    assert deviation == pytest.approx(7.99, abs=0.1)
     assert (products / 8).std() == pytest.approx(1, abs=0.0125)
     # With a single key the log-sum-exp is its score.
     few = q[:2, :, :4], k[:2, :, :4], np.zeros((2, 1, 4, 1))
@@ -76,12 +80,13 @@ def test_the_scale_keeps_the_variance_of_scores(run):
     np.testing.assert_allclose(run(*few, Full()).lse, lse / 8, rtol=0, atol=1e-5 * 8)
 
 
-def test_large_scores_saturate_the_softmax(run):
+def test_large_scores_saturate_the_softmax(run, record_property):
     """Claim 4: softmax([1, 2, 3]) against softmax([8, 16, 24])."""
     q, k = np.ones((1, 1, 1, 1)), np.array([1.0, 2, 3]).reshape(1, 3, 1, 1)
     v = np.eye(3).reshape(1, 3, 1, 3)
     small = np.asarray(run(q, k, v, Full(), scale=1.0).out, np.float64).ravel()
     large = np.asarray(run(q, k, v, Full(), scale=8.0).out, np.float64).ravel()
+    record_property("figures", f"{np.round(small, 2).tolist()}, {np.round(large, 4).tolist()}")
     np.testing.assert_allclose(small, [0.09, 0.24, 0.67], rtol=0, atol=5e-3)
     np.testing.assert_allclose(large, [0.0000, 0.0003, 0.9997], rtol=0, atol=run.within(5e-5))
 
@@ -361,14 +366,15 @@ def test_batch_rows_are_independent(run):
         same_bits(getattr(after, name)[::2], getattr(before, name)[::2])
 
 
-def test_permutation_equivariance(run):
+def test_permutation_equivariance(run, record_property):
     """Claim 11: without positions, shuffling tokens shuffles rows, no more."""
     q, k, v, _ = standard(1, 11, 11, 2, 2, 4, 4)
     order = np.random.default_rng().permutation(11)
     plain, within = run(q, k, v, Full()).out, run.within(1e-6)
-    np.testing.assert_allclose(
-        run(q[:, order], k[:, order], v[:, order], Full()).out, plain[:, order], atol=within
-    )
+    moved = run(q[:, order], k[:, order], v[:, order], Full()).out
+    largest = np.abs(np.asarray(moved, np.float64) - np.asarray(plain[:, order], np.float64)).max()
+    record_property("figures", f"largest difference {largest:.0e}")
+    np.testing.assert_allclose(moved, plain[:, order], atol=within)
     np.testing.assert_allclose(run(q, k[:, order], v[:, order], Full()).out, plain, atol=within)
 
 

@@ -101,12 +101,13 @@ def test_padding(run, side, queries_too):
     assert not got.dk[1][segments[1] == 0].any() and not got.dv[1][segments[1] == 0].any()
 
 
-def test_the_weight_of_a_padded_key_is_exactly_zero(run):
+def test_the_weight_of_a_padded_key_is_exactly_zero(run, record_property):
     """Claim 10: 0, not 1e-9."""
     q, k, _, _ = standard(1, 5, 5, 2, 2, 4, 4)
     eye = np.broadcast_to(np.eye(5)[None, :, None], (1, 5, 2, 5))
     segments = np.array([[1, 1, 0, 1, 0]])
     weights = run(q, k, eye, Full(), k_segments=segments).out
+    record_property("figures", f"largest weight {float(np.max(weights[..., [2, 4]])):g}")
     assert (weights[..., [2, 4]] == 0).all()
     assert (weights[..., [0, 1, 3]] > 0).all()
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)

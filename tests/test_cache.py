@@ -318,21 +318,23 @@ def cache_bytes(layer, batch, length) -> int:
     return sum(a.size * a.dtype.itemsize for a in (cache.k_BSKH, cache.v_BSKE))
 
 
-def test_llama_3_8b():
+def test_llama_3_8b(record_property):
     """Claim 23: 128 KiB a token, 1 GiB at 8K, 16 GiB for 16 requests; 4 × with 32 heads."""
     shape = {"d_model": 4096, "num_heads": 32, "head_width": 128, "dtype": "bfloat16"}
     layer = abstract(MultiHead(num_kv_heads=8), **shape)
-    assert 32 * layer.cache_bytes_per_token() == 128 * 2**10
-    assert 32 * cache_bytes(layer, 1, 8192) == 2**30
-    assert 32 * cache_bytes(layer, 16, 8192) == 16 * 2**30
+    per_token = 32 * layer.cache_bytes_per_token()
+    one, many = (32 * cache_bytes(layer, batch, 8192) / 2**30 for batch in (1, 16))
+    record_property("figures", f"{per_token / 2**10:g} KiB, {one:g} GiB, {many:g} GiB")
+    assert (per_token, one, many) == (128 * 2**10, 1, 16)
     assert abstract(MultiHead(), **shape).cache_bytes_per_token() == 4 * 2**12
 
 
-def test_shared_heads_shrink_the_cache():
+def test_shared_heads_shrink_the_cache(record_property):
     """Claim 24: 8 query heads with 8, 2 and 1 key-value heads."""
     shape = {"d_model": 64, "num_heads": 8, "head_width": 8}
     layers = {K: abstract(MultiHead(num_kv_heads=K), **shape) for K in (8, 2, 1)}
     per_token = {K: layer.cache_bytes_per_token() for K, layer in layers.items()}
+    record_property("figures", f"bytes by kv heads: {per_token}")
     assert per_token == {8: 2 * 64 * 4, 2: 2 * 16 * 4, 1: 2 * 8 * 4}
     assert {K: cache_bytes(layer, 3, 7) for K, layer in layers.items()} == {
         K: 3 * 7 * bytes_ for K, bytes_ in per_token.items()

@@ -108,6 +108,7 @@ def test_delimiters():
     assert scores.delimiter(to_last, is_delimiter) == 1
     expected = np.mean([1 / 3, 1 / 4, 1 / 5, 2 / 6])
     assert scores.delimiter(uniform(6), is_delimiter) == pytest.approx(expected, rel=1e-6)
+    assert scores.delimiter_chance(is_delimiter) == pytest.approx(expected, rel=1e-6)
     assert scores.delimiter(one_hot(lambda i: i, 6), is_delimiter) == 0
     assert np.isnan(scores.delimiter(uniform(3), jnp.asarray([[False, False, True]])))
 

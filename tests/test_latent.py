@@ -178,7 +178,7 @@ def test_cache_holds_rank_and_rotary_width(name, numbers, last):
         assert layer.init_cache(B, length, "bfloat16").nbytes == cache.nbytes // 2
 
 
-def test_the_cache_of_deepseek_v2():
+def test_the_cache_of_deepseek_v2(record_property):
     """128 heads of 128, rank 512, rotary width 64: 576 numbers a token, 32,768 without latents."""
     shape = context(d_model=16, num_heads=128, head_width=128, dtype="bfloat16")
     for options in (Latent(latent_rank=512), Latent(latent_rank=512, rope_width=64)):
@@ -186,6 +186,10 @@ def test_the_cache_of_deepseek_v2():
         assert layer.cache_bytes_per_token() == 2 * 576
         assert layer.scale == 192**-0.5
     heads = nnx.eval_shape(lambda: VARIANTS["causal"]().build(shape, nnx.Rngs(0)))
+    numbers = (each.cache_bytes_per_token() // 2 for each in (layer, heads))
+    record_property(
+        "figures", "DeepSeek-V2: {:,} numbers a token, multi-head {:,}".format(*numbers)
+    )
     assert heads.cache_bytes_per_token() == 2 * 32_768
 
 

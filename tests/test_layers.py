@@ -160,7 +160,7 @@ def call(layer, x, positions=None, probe_name=None):
     return jax.tree.map(np.asarray, run(params, x, positions))
 
 
-def test_relations_have_a_direction():
+def test_relations_have_a_direction(record_property):
     """Claim 3: scores are symmetric where W_Q = W_K, and else they are not.
 
     log p_ij − log p_ji of symmetric scores is a difference of potentials: it adds up to 0 around
@@ -170,18 +170,21 @@ def test_relations_have_a_direction():
     full = layer(MultiHeadFull(), rotary=False)
     twin = layer(MultiHeadFull(), rotary=False)
     twin.heads.w_k_DKH[...] = twin.heads.w_q_DNH[...]
-    for model, symmetric in ((full, False), (twin, True)):
+    for model, symmetric, name in ((full, False, "W_Q ≠ W_K"), (twin, True, "W_Q = W_K")):
         log = np.log(call(model, x, probe_name="pattern")[1][0].astype(np.float64))
         skew = log - log.transpose(0, 2, 1)
         around = skew[:, 0, 1] + skew[:, 1, 2] + skew[:, 2, 0]
+        record_property("figures", f"{name}: asymmetry {np.abs(around).max():.1g}")
         assert (np.abs(around) < 1e-4).all() == symmetric
 
 
-def test_every_token_sees_every_token():
+def test_every_token_sees_every_token(record_property):
     """Claim 7: no weight of a bidirectional layer is 0; half of a causal one's are."""
     x = random(1, 6, 16)
     full = call(layer(MultiHeadFull()), x, probe_name="pattern")[1]
     causal = call(layer(MultiHead()), x, probe_name="pattern")[1]
+    seen = (f"{(weights > 0).sum()} of {weights.size}" for weights in (full, causal))
+    record_property("figures", "weights above 0: {}; causal {}".format(*seen))
     assert (full > 0).all()
     np.testing.assert_array_equal(causal > 0, np.broadcast_to(np.tri(6, dtype=bool), (1, 2, 6, 6)))
 
@@ -230,11 +233,13 @@ def test_the_first_token_is_unchanged_wherever_it_stands(options):
     np.testing.assert_allclose(moved, y, atol=1e-4)
 
 
-def test_heads_cost_no_parameters():
+def test_heads_cost_no_parameters(record_property):
     """Claim 13: 4 d² in all, for one head of width d or many of width d/h."""
     for num_heads in (1, 2, 8):
         params = split(layer(MultiHead(), num_heads=num_heads, head_width=16 // num_heads))[1]
-        assert sum(p.size for p in params.values()) == 4 * 16**2
+        count = sum(p.size for p in params.values())
+        record_property("figures", f"d = 16, h = {num_heads}: {count:,}")
+        assert count == 4 * 16**2
 
 
 def test_shared_heads_are_repeated_ones():

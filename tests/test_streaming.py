@@ -98,9 +98,20 @@ def test_the_mass_on_the_first_token(model):
     """Of zero queries attention is uniform: the mean of 1/(i + 1) over i = 1 … T − 1."""
     graph, params = pure.split(model)
     params = params | {k: 0 * v for k, v in params.items() if k.endswith("w_q_DNH")}
-    found = streaming.sink_mass(pure.merge(graph, params), TASK, 0, 4)
+    found, none = streaming.sink_mass(pure.merge(graph, params), TASK, 0, 4)
     assert found.shape == (2, 4)
     np.testing.assert_allclose(found, np.mean([1 / (i + 1) for i in range(1, 16)]), rtol=1e-5)
+    np.testing.assert_allclose(none, 0, atol=1e-6)
+
+
+def test_the_mass_on_a_learned_sink():
+    """Of zero queries and a sink of 0 it is one of i + 2 equal weights."""
+    graph, params = pure.split(decoders.decoder("mha", vocab_size=32, learned_sink=True))
+    params = params | {k: 0 * v for k, v in params.items() if k.endswith(("w_q_DNH", "sink_N"))}
+    first, none = streaming.sink_mass(pure.merge(graph, params), TASK, 0, 4)
+    expected = np.mean([1 / (i + 2) for i in range(16)])
+    np.testing.assert_allclose(none, expected, rtol=1e-5)
+    np.testing.assert_allclose(first, np.mean([1 / (i + 2) for i in range(1, 16)]), rtol=1e-5)
 
 
 def test_models_that_cannot_go_on_are_refused():

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from sweeps import local, packs, result
-from sweeps.command import Resources
+from sweeps.command import make_executor
 from sweeps.description import describe
 from sweeps.drive import drive
 from sweeps.executor import Ended
@@ -26,6 +26,7 @@ from sweeps.lock import locked
 from sweeps.plan import make_plan
 from sweeps.progress import SweepProgress
 from tests import tiny_sweep
+from tests.tiny_sweep import options
 from training.run_folder import write_json
 from training.settings import OptionError
 
@@ -192,9 +193,7 @@ def test_packing_pays_where_all_runs_are_ready_earlier():
 
 def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
     def resources(executor, **changes):
-        given = {"ray_address": "auto", "workers": None, "cores_per_run": 1}
-        given |= {"gpus_per_run": 0.0, "memory_per_run": 0.0}
-        return Resources(executor, **given | changes)
+        return options(executor=executor, **changes)
 
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     for wanted, said in (
@@ -206,7 +205,7 @@ def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
         (resources("slurm"), "local or ray, got 'slurm'"),
     ):
         with pytest.raises(OptionError, match=re.escape(said)):
-            wanted.make(retries=0)
+            make_executor(wanted)
 
 
 def test_this_machine_is_divided_among_its_processes(monkeypatch):

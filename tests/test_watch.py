@@ -12,6 +12,7 @@ import pytest
 from analysis import emergence_table, head_scores, watch
 from models import pure
 from tasks import evaluation_key
+from tasks.vocabulary import SEP
 from tests import tiny
 from training import loop, step
 from training.checkpoint import Checkpoints
@@ -122,6 +123,9 @@ def test_a_row_says_what_the_model_does(once):
         np.testing.assert_allclose(table.heads(name)[-1], score_LN, atol=1e-4)
     chance = head_scores.prefix_matching_chance(jnp.asarray(sequences.repeated_BT))
     assert table["prefix_matching_chance"][0] == pytest.approx(float(chance), rel=1e-5)
+    is_delimiter = jnp.asarray(np.asarray(batch.tokens_BT) == SEP)
+    chance = head_scores.delimiter_chance(is_delimiter)
+    assert table["delimiter_chance"][0] == pytest.approx(float(chance), rel=1e-5)
 
 
 def test_a_resumed_run_has_the_rows_of_an_unbroken_one(once, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
 """A sweep of four runs as small as tests.tiny, and folders as such sweeps leave them."""
 
+import dataclasses
+
 from configs import gqa
 from sweeps.axes import axis
+from sweeps.options import Options
 from sweeps.study import Study
 from sweeps.verdicts import Above, Ratio
 from tests import tiny
@@ -30,3 +33,14 @@ def get_sweep():
             Above("ten steps are enough", "gqa", "copy/accuracy", 0.99),
         ),
     )  # fmt: skip
+
+
+def options(**changes) -> Options:
+    """The flags of sweep.py as they are unless they are set."""
+    default = Options(
+        given=frozenset(changes), base=lambda: get_config().to_dict(), overrides={}, workdir=None,
+        dry_run=False, only=None, point=None, seeds=None, equal=None, equal_to=None,
+        report_only=False, executor="local", ray_address="auto", workers=None, cores_per_run=1,
+        gpus_per_run=0.0, memory_per_run=0.0, retries=2, pack="auto",
+    )  # fmt: skip
+    return dataclasses.replace(default, **changes)

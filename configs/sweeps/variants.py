@@ -2,8 +2,8 @@
 
     python sweep.py --config=configs/sweeps/variants.py
 
-Planned for 15 minutes on 2 cores. Rows 24, 25, 27, 29 and 30 of the claims. Encoder-decoders have
-a task of their own and are not in it.
+Planned for 15 minutes on 2 cores. Rows 6, 24, 25, 27, 29 and 30 of the claims. Encoder-decoders
+have a task of their own and are not in it.
 """
 
 from configs import base
@@ -42,6 +42,8 @@ def get_sweep():
         pictures=(Scatter("cache_bytes", copy, "copy_against_cache"),
                   Scatter("step_time_ms", copy, "copy_against_time", log=False)),
         verdicts=(
+            Exceeds("6: additive scores copy no better than dot products", "mha", "additive", copy,
+                    0.0),
             Ratio("24: MQA's cache is that of one of 4 heads", "mqa", "mha",
                   "cache_bytes_per_token", 1 / 4),
             Exceeds("24: GQA is near multi-head attention", "gqa", "mha", copy, -0.02),

@@ -1,0 +1,219 @@
+"""The kinds of evidence: tests, benchmarks, studies, trained models. See ``rows.Evidence``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from sweeps import results, study
+from sweeps.claims.rows import Finding, Found, Table
+from sweeps.executor import ROOT
+from sweeps.folder import SweepFolder
+from sweeps.tables import body, head
+from sweeps.verdicts import judge
+from training.run_folder import RunFolder
+
+# Marks of a test case in JUnit's report.
+_BAD = ("failure", "error", "skipped")
+# "24: …" is a verdict on row 24, "reason 24: …" on why row 24 is not as in the literature.
+_ROW = re.compile(r"(reason )?(\d+): (.+)", re.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pytest:
+    """Tests, all of whose cases have to pass.
+
+    Our figures are what a test gives to ``record_property("figures", …)``.
+
+    Attributes:
+      name: see ``rows.Evidence``.
+      nodes: "tests/test_x.py::test_y", each; cases in brackets are counted together.
+      minutes: see ``rows.Evidence``.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    minutes: float = 0.2
+    whole = False
+
+    @property
+    def link(self) -> str:
+        return self.nodes[0].partition("::")[0]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(node.partition("::")[0] for node in self.nodes))
+
+    def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
+        report = f"--junitxml={folder / 'junit.xml'}"
+        return (("-m", "pytest", "-q", "-p", "no:cacheprovider", report, *self.nodes),)
+
+    def read(self, folder: Path) -> Found:
+        cases = list(ElementTree.parse(folder / "junit.xml").iter("testcase"))
+        return Found(tuple(self._finding(node, cases) for node in self.nodes))
+
+    def _finding(self, node: str, cases: list[ElementTree.Element]) -> Finding:
+        file, _, test = node.partition("::")
+        module = file.removesuffix(".py").replace("/", ".")
+        mine = [
+            case
+            for case in cases
+            if case.get("classname") == module and test in (case.get("name"), _bare(case))
+        ]
+        passed = [case for case in mine if not any(case.find(kind) is not None for kind in _BAD)]
+        figures = dict.fromkeys(
+            line.get("value")
+            for case in mine
+            for line in case.iter("property")
+            if line.get("name") == "figures"
+        )
+        counted = f"{len(passed)} of {len(mine)} cases pass" if mine else "it has not run"
+        measured = "; ".join((*figures, counted))
+        return Finding(None, f"test {test}", measured, 0 < len(mine) == len(passed), file)
+
+
+def _bare(case: ElementTree.Element) -> str:
+    return case.get("name", "").partition("[")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A benchmark, which gives verdicts by number of row.
+
+    Attributes:
+      name: see ``rows.Evidence``.
+      benchmark: a module in benchmarks/.
+      options: of its command.
+      minutes: see ``rows.Evidence``.
+      reason: its verdicts test a reason.
+    """
+
+    name: str
+    benchmark: str
+    options: tuple[str, ...]
+    minutes: float
+    reason: bool = False
+    whole = True
+
+    @property
+    def link(self) -> str:
+        return f"benchmarks/{self.benchmark}.py"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.link,)
+
+    def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
+        return (("-m", f"benchmarks.{self.benchmark}", *self.options, f"--out={folder}"),)
+
+    def read(self, folder: Path) -> Found:
+        verdicts = json.loads((folder / f"{self.benchmark}.json").read_text())
+        return Found(
+            tuple(
+                Finding(
+                    int(each["row"]), each["claim"], each["figures"], bool(each["confirmed"]),
+                    self.link, self.reason,
+                )
+                for each in verdicts
+            )
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyEvidence:
+    """A study, often in a short form; its verdicts begin with the number of their row.
+
+    Attributes:
+      name: of its file in configs/sweeps, less ".py".
+      options: of sweep.py: what makes it short.
+      minutes: see ``rows.Evidence``.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    minutes: float
+    whole = True
+
+    @property
+    def link(self) -> str:
+        return f"configs/sweeps/{self.name}.py"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.link,)
+
+    def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
+        return (("sweep.py", f"--config={self.link}", *self.options, f"--workdir={folder}"),)
+
+    def read(self, folder: Path) -> Found:
+        found = results.read(SweepFolder(folder))
+        findings = []
+        for verdict in judge(study.load(ROOT / self.link).verdicts, found):
+            if about := _ROW.match(verdict.claim):
+                reason, row, claim = about.groups()
+                measured = f"{verdict.measured} (wanted: {verdict.expected})"
+                findings.append(
+                    Finding(
+                        int(row), claim, measured, verdict.confirmed, self.link, bool(reason)
+                    )
+                )  # fmt: skip
+        return Found(tuple(findings), Table(head(found), tuple(body(found))))
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    """A number at the end of a training run has to reach a bound."""
+
+    metric: str
+    bound: float
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training run by train.py.
+
+    Attributes:
+      name: see ``rows.Evidence``.
+      config: its file.
+      options: of train.py.
+      bounds: what its last evaluation has to reach.
+      minutes: see ``rows.Evidence``.
+    """
+
+    name: str
+    config: str
+    options: tuple[str, ...]
+    bounds: tuple[AtLeast, ...]
+    minutes: float
+    whole = False
+
+    @property
+    def link(self) -> str:
+        return self.config
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.config,)
+
+    def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
+        return (("train.py", f"--config={self.config}", *self.options, f"--workdir={folder}"),)
+
+    def read(self, folder: Path) -> Found:
+        lines = [line for line in RunFolder(folder).read_metrics() if self.bounds[0].metric in line]
+        if not lines:
+            raise ValueError(f"{folder} has no {self.bounds[0].metric}")
+        last = lines[-1]
+        return Found(tuple(self._finding(bound, last) for bound in self.bounds))
+
+    def _finding(self, bound: AtLeast, last: dict) -> Finding:
+        value = last[bound.metric]
+        chance = last.get(bound.metric.replace("accuracy", "chance"), 0.0)
+        measured = (
+            f"{bound.metric} {value:.3f} after {last['step']:,} steps (chance {chance:.3f}; "
+            f"wanted: at least {bound.bound:g})"
+        )
+        return Finding(None, bound.what, measured, value >= bound.bound, self.config)
