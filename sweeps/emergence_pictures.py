@@ -175,6 +175,9 @@ class ByVariant:
                     axes.plot(found.interval, [at, at], "-", color=colour, lw=1.2)
                 axes.plot(found.mean, at, MARKERS[way % len(MARKERS)], color=colour, ms=5)
             axes.set_title(title, fontsize=9)
+            low, high = axes.get_xlim()
+            # Shares, scores and accuracies are read against 0 and 1; a step is not.
+            axes.set_xlim((-0.04, 1.04) if high < 1.5 else (min(0, low), high))
             clean(axes)
             for at in range(1, len(variants)):
                 axes.axhline(at - 0.5, color="0.85", lw=0.8, zorder=0)
