@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from analysis import emergence_table
 from analysis.head_scores import (
+    ScoreSequences,
     delimiter,
     delimiter_chance,
     head_scores,
@@ -42,20 +44,22 @@ class Recorder:
 
     Snapshots are checkpoints in ``snapshots/``, which eval.py knows by their step.
 
+    Args:
+      settings: of the run.
+      folder: of the run.
+      measure: what ``make_measure`` makes of these settings, or of others that differ in no more
+        than seeds and learning rate; None: made here.
+
     Attributes:
       every: steps between two looks.
+
+    Raises:
+      OptionError: the run cannot be watched.
     """
 
-    def __init__(self, settings: Settings, folder: RunFolder):
-        if settings.objective.name != "next_token":
-            raise OptionError(
-                f"analysis.every={settings.analysis.every} watches next-token prediction, but "
-                f"train.objective is {settings.objective.name!r}; set analysis.every=0"
-            )
-        try:
-            self._measure = make_measure(settings)
-        except ValueError as error:
-            raise OptionError(f"analysis.every={settings.analysis.every}: {error}") from None
+    def __init__(self, settings: Settings, folder: RunFolder, measure: Callable | None = None):
+        check(settings)
+        self._measure = measure or make_measure(settings)
         self.every = settings.analysis.every
         self._folder = folder
         self._tokens_per_step = settings.train.batch_size * settings.task.length
@@ -97,6 +101,32 @@ class Recorder:
         return self._seconds / (time.perf_counter() - self._begun)
 
 
+def check(settings: Settings) -> None:
+    """Raises OptionError where the run is to be watched and cannot be."""
+    every = settings.analysis.every
+    if not every:
+        return
+    if settings.objective.name != "next_token":
+        raise OptionError(
+            f"analysis.every={every} watches next-token prediction, but train.objective is "
+            f"{settings.objective.name!r}; set analysis.every=0"
+        )
+    try:
+        _sequences(settings)
+        compared_positions(settings.task.length)
+    except ValueError as error:
+        raise OptionError(f"analysis.every={every}: {error}") from None
+
+
+def _sequences(settings: Settings) -> ScoreSequences:
+    learned = settings.model.position == "learned"
+    return score_sequences(
+        settings.task.vocab_size,
+        bos=settings.analysis.bos,
+        longest=settings.model.max_length if learned else None,
+    )
+
+
 def make_measure(settings: Settings):
     """``measure(params) → (numbers, scores, loss_T)``: all that a row says, compiled.
 
@@ -104,13 +134,7 @@ def make_measure(settings: Settings):
       ValueError: the model is too small to be scored.
     """
     options, graph = settings.analysis, graph_of(settings)
-    learned = settings.model.position == "learned"
-    sequences = score_sequences(
-        settings.task.vocab_size,
-        bos=options.bos,
-        longest=settings.model.max_length if learned else None,
-    )
-    compared_positions(settings.task.length)
+    sequences = _sequences(settings)
     task = settings.held_out
     batch = jax.jit(task.sample, static_argnums=1)(
         evaluation_key(settings.eval.seed, 0), options.sequences

@@ -53,6 +53,7 @@ def describe(name: str, path: str, study: Study, plan: Plan) -> dict:
         "git": git_commit(),
         "metrics": list(study.metrics),
         "columns": list(study.columns),
+        "events": list(study.events),
         "points": points,
     }
 

@@ -61,6 +61,18 @@ def make_packed_interval(runs: Sequence[Settings]):
     return packed
 
 
+def one_at_a_time(function: Callable) -> Callable:
+    """The function for several threads, of which one may call it while the others wait."""
+    lock = threading.Lock()
+
+    @functools.wraps(function)
+    def guarded(*args):
+        with lock:
+            return function(*args)
+
+    return guarded
+
+
 class Pack:
     """Where the loops of packed runs meet.
 
@@ -77,17 +89,12 @@ class Pack:
         self._got: dict[int, tuple] = {}
         self._left: set[int] = set()
         self._error: BaseException | None = None
-        self._evaluate = make_evaluation(runs[0])
-        self._evaluating = threading.Lock()
+        # Of all runs: one program, compiled once.
+        self._evaluate = one_at_a_time(make_evaluation(runs[0]))
 
     def programs(self, lane: int) -> tuple[Callable, Callable]:
         """What one run's loop calls for its steps and its evaluations, from its own thread."""
-        return self._interval(lane), self.evaluate
-
-    def evaluate(self, params):
-        """``make_evaluation`` for all runs: one program, compiled once."""
-        with self._evaluating:
-            return self._evaluate(params)
+        return self._interval(lane), self._evaluate
 
     def _interval(self, lane: int) -> Callable:
         def interval(state: TrainState, until: int):

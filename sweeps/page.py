@@ -82,7 +82,8 @@ def curves(results: Results, metric: str) -> go.Figure:
 
 
 def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
-    head = ["point", *with_chance(results), *results.columns, "learning rate", "seeds"]
+    numbers = [*with_chance(results), *results.events, *results.columns]
+    head = ["point", *numbers, "learning rate", "seeds"]
     solved = any(point.solved for point in results.points)
     rows = []
     for point in results.points:
@@ -92,6 +93,9 @@ def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
             row.append((with_interval(found), found.mean if found.values else ""))
             if results.chance(metric) is not None:
                 row.append(value(chance_of(point, metric)))
+        for event in results.events:
+            found = point.sample(event)
+            row.append((with_interval(found), found.mean if found.values else ""))
         row += [value(point.sample(column).mean) for column in results.columns]
         done = sum(run.status == result.DONE for run in point.best)
         row += [(f"{point.learning_rate:g}", point.learning_rate)]
@@ -101,7 +105,8 @@ def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
 
 
 def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:
-    head = ["run", "status", "seed", "learning rate", *with_chance(results), *results.columns]
+    numbers = [*with_chance(results), *results.events, *results.columns]
+    head = ["run", "status", "seed", "learning rate", *numbers]
     rows = []
     for point in results.points:
         for run in point.runs:
@@ -113,6 +118,7 @@ def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:
                 row.append(value(run.metrics.get(metric)))
                 if results.chance(metric) is not None:
                     row.append(value(run.metrics.get(chance_name(metric))))
-            row += [value(run.metrics.get(name)) for name in results.columns]
+            named = (*results.events, *results.columns)
+            row += [value(run.metrics.get(name)) for name in named]
             rows.append([*row, code(run.command)])
     return [*head, "command"], rows

@@ -56,7 +56,7 @@ def draw_comparison(results: Results, path: Path) -> Path:
             axes.axvline(chance, color="0.4", linestyle=(0, (1, 1.5)), lw=1.2)
             axes.set_xlim(-0.02, 1.02)
         axes.set(xlabel=metric)
-        _clean(axes)
+        clean(axes)
     panels[0].set_yticks(range(len(points)), [point.name for point in points], fontsize=8)
     panels[0].set_ylim(len(points) - 0.5, -0.5)
     figure.savefig(path, dpi=150)
@@ -80,7 +80,7 @@ def draw_curves(results: Results, path: Path) -> Path:
             axes.axhline(chance, color="0.4", linestyle=(0, (1, 1.5)), lw=1.2, label="chance")
             axes.set_ylim(-0.02, 1.02)
         axes.set(xlabel="training tokens", ylabel=metric)
-        _clean(axes)
+        clean(axes)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=7
     )
@@ -145,7 +145,7 @@ class Scatter:
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        _clean(axes)
+        clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
         return [path]
@@ -197,12 +197,13 @@ class Series:
         axes.minorticks_off()
         axes.set(xlabel="length", ylabel=self.prefix.rstrip("@"), ylim=(-0.02, 1.02))
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        _clean(axes)
+        clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
         return [path]
 
 
-def _clean(axes) -> None:
+def clean(axes) -> None:
+    """A faint grid, and no frame on two sides."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from analysis import watch
 from sweeps import fairness
 from sweeps.axes import Choice, text_of
 from sweeps.fairness import Bill, Equal, Solved
@@ -205,6 +206,7 @@ class _Draft:
         with _naming(name):
             config = self._with(special)
             typed = settings(config)
+            watch.check(typed)
         changes = {**self.overrides, **self.changes, **special}
         return Run(name, self.name, seed, rate, config, changes, typed)
 

@@ -142,6 +142,10 @@ class Results:
     def columns(self) -> tuple[str, ...]:
         return tuple(self.description["columns"])
 
+    @property
+    def events(self) -> tuple[str, ...]:
+        return tuple(self.description.get("events", ()))
+
     def point(self, name: str) -> PointResult:
         """The point of that name. Raises KeyError, with the names there are."""
         for point in self.points:

@@ -25,6 +25,8 @@ class Study:
         learning rate. Names ending in "loss" are better low, all others high.
       columns: further numbers of a run that the tables show: "parameters",
         "cache_bytes_per_token", "step_time_ms", or the name of a measure.
+      events: numbers that only those runs have in which something happened, such as the step of a
+        change: shown over these, with their interval.
       learning_rates: a grid that every point is trained on; empty: the point's own rate only.
       equal: width solved for, so that points have the same size; None: as they are.
       measures: functions of (run folder, settings) → {name: number}, called after training.
@@ -37,6 +39,7 @@ class Study:
     seeds: tuple[int, ...] = (0,)
     metrics: tuple[str, ...]
     columns: tuple[str, ...] = ("parameters", "cache_bytes_per_token", "step_time_ms")
+    events: tuple[str, ...] = ()
     learning_rates: tuple[float, ...] = ()
     equal: Equal | None = None
     measures: tuple[Callable, ...] = ()

@@ -33,7 +33,8 @@ def machine(results: Results) -> list[str]:
 
 def head(results: Results) -> tuple[str, ...]:
     """Names of the columns of the table of points."""
-    names = ("point", *with_chance(results), *results.columns, "learning rate", "seeds")
+    numbers = (*with_chance(results), *results.events, *results.columns)
+    names = ("point", *numbers, "learning rate", "seeds")
     return tuple(map(spaced, names))
 
 
@@ -62,6 +63,7 @@ def _row(results: Results, point: PointResult, interval: bool) -> tuple[str, ...
         if results.chance(metric) is not None:
             chance = chance_of(point, metric)
             cells.append("–" if chance is None else f"{chance:.3f}")
+    cells += [with_interval(point.sample(event), interval) for event in results.events]
     cells += [number(point.sample(column).mean) for column in results.columns]
     done = sum(run.status == result.DONE for run in point.best)
     return (*cells, f"{point.learning_rate:g}", f"{done} of {len(point.best)}")

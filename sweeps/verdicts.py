@@ -83,6 +83,23 @@ class Exceeds:
 
 
 @dataclasses.dataclass(frozen=True)
+class Outdoes:
+    """One number of a point is above another number of it, by at least so much, in the mean."""
+
+    claim: str
+    point: str
+    metric: str
+    other: str
+    by: float
+
+    def __call__(self, results: Results) -> Verdict:
+        ours, theirs = (results.sample(self.point, name) for name in (self.metric, self.other))
+        expected = f"{self.metric} − {self.other} of {self.point} ≥ {self.by:g}"
+        measured = f"{ours.mean - theirs.mean:.4g}: {describe(ours)} and {describe(theirs)}"
+        return Verdict(self.claim, expected, measured, ours.mean - theirs.mean >= self.by)
+
+
+@dataclasses.dataclass(frozen=True)
 class Ratio:
     """The mean of a point, divided by that of another, is a number, within a share of it."""
 

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from absl import logging
 
+from analysis import watch
 from sweeps import packs, result
 from sweeps.folder import SweepFolder
 from sweeps.lock import locked
-from sweeps.packed import Pack, make_packed_interval, train_together
+from sweeps.packed import Pack, make_packed_interval, one_at_a_time, train_together
 from sweeps.study import Study, load
 from training import command, loop
 from training.checkpoint import CheckpointError
@@ -60,7 +61,7 @@ def _end_with_parent() -> None:
 
 
 def train(
-    run: Mapping, folder: SweepFolder, study: Study, programs=None, step_time_ms=None
+    run: Mapping, folder: SweepFolder, study: Study, programs=None, step_time_ms=None, measure=None
 ) -> None:
     """Trains one run to its end and writes its result, or why it has none.
 
@@ -70,10 +71,12 @@ def train(
       study: what is asked of every run.
       programs: as for ``training.loop.train``.
       step_time_ms: as for ``result.done``.
+      measure: as for ``watch.Recorder``.
     """
     try:
         typed, mine = settings(run["config"]), folder.run(run["name"])
-        loop.train(run["config"], typed, mine, programs=programs)
+        observer = watch.Recorder(typed, mine, measure) if typed.analysis.every else None
+        loop.train(run["config"], typed, mine, programs=programs, observer=observer)
         asked = (*study.metrics, *study.columns)
         record = result.done(run, typed, mine, study.measures, asked, step_time_ms)
     except _EXPECTED as error:
@@ -99,8 +102,11 @@ def train_pack(job: Mapping, runs: Sequence[Mapping], folder: SweepFolder, study
     pack = Pack(typed, packed)
     # What a step of the pack takes is not comparable with the steps of other runs.
     alone_ms = 1000 * measured.alone_step
+    first = typed[0]
+    measure = one_at_a_time(watch.make_measure(first)) if first.analysis.every else None
     loops = [
-        lambda programs, run=run: train(run, folder, study, programs, alone_ms) for run in runs
+        lambda programs, run=run: train(run, folder, study, programs, alone_ms, measure)
+        for run in runs
     ]
     for error in train_together(loops, pack):
         if error is not None:

@@ -113,6 +113,10 @@ def test_the_runs_of_a_point_differ_in_seed_and_learning_rate():
         (chain(case("a"), case("b")), "a,seed=0 and b,seed=0 are the same run"),
         (chain(case("a"), case("b", {"model.num_layers": 2})), "a,seed=0 and b,seed=0 are the"),
         (axis("seed", 1, 2), "seed is no axis"),
+        (
+            case("a", {"analysis.every": 5, "task.vocab_size": 16}),
+            "point a,seed=0: analysis.every=5: .*task.vocab_size must be at least 29",
+        ),
         (axis("task.length", 64, label="x" * 200), "at most 200 characters"),
     ],
 )

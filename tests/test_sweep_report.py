@@ -18,7 +18,7 @@ from sweeps.folder import SweepFolder
 from sweeps.pictures import Scatter, Series, mean_curve
 from sweeps.plan import make_plan
 from sweeps.results import Sample
-from sweeps.verdicts import Above, Below, Exceeds, Ratio, judge
+from sweeps.verdicts import Above, Below, Exceeds, Outdoes, Ratio, judge
 from tests import tiny_sweep
 from training.run_folder import write_json
 
@@ -26,6 +26,7 @@ RATES = (1e-3, 1e-2)
 STUDY = dataclasses.replace(
     tiny_sweep.get_sweep(),
     learning_rates=RATES,
+    events=("half_step",),
     pictures=(
         Scatter("cache_bytes", "copy/accuracy", "memory"),
         Series("copy/accuracy@", "lengths", trained=16, chance=0.1),
@@ -59,6 +60,8 @@ def fill(path) -> SweepFolder:
                 "induction/chance": 0.0833, "step_time_ms": 1.5, "copy/accuracy@16": copy,
                 "copy/accuracy@32": copy / 4,
             }  # fmt: skip
+            if copy == 0.5:  # something happened
+                numbers["half_step"] = 40.0 + run.seed
             head = result.failed(run.order(), "")
             write_json(
                 folder.result(run.name),
@@ -126,6 +129,8 @@ def test_mean_spread_and_interval_by_the_textbook():
         (Below("c", "gqa", "copy/accuracy", 0.56), False, "0.5625"),
         (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.18), True, "0.1875: 0.5625"),
         (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.19), False, "0.1875: 0.5625"),
+        (Outdoes("c", "gqa", "copy/accuracy", "copy/accuracy@32", 0.42), True, "0.4219: 0.5625"),
+        (Outdoes("c", "gqa", "copy/accuracy", "copy/accuracy@32", 0.43), False, "0.4219: 0.5625"),
         (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.5), True, "1.5: 0.5625"),
         (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.05), False, "1.5: 0.5625"),
         (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.1), True, "1.5: 0.5625"),
@@ -176,8 +181,11 @@ def test_all_files_of_the_report(folder, found):
     table = [line for line in text.splitlines() if line.startswith("| gqa | ")]
     assert table[0] == (
         "| gqa | 0.562 ± 0.088 [0.500, 0.625] | 0.083 | 0.281 ± 0.044 [0.250, 0.312] | 0.083 | "
-        "528 | 64 | 1.500 | 0.01 | 2 of 2 |"
+        "40 | 528 | 64 | 1.500 | 0.01 | 2 of 2 |"
     ), table[0]
+    # Of the two seeds of mqa one has changed, of those of gqa too; a run without says nothing.
+    assert "| 0.083 | 41 | 464 |" in text, text
+    assert "half step" in text and [row["half_step"] for row in rows[:3]] == ["", "", "40.0"]
     assert "| mqa,lr=0.01,seed=1 | failed | Diverged: <nan> |" in text
     assert "**0.562 ± 0.088 [0.500, 0.625]** ★" in text and "Chance is 0.083" in text
     assert "**CONFIRMED**" in text and "**NOT CONFIRMED**" in text

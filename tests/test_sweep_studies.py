@@ -25,6 +25,13 @@ FILES = sorted(
     if path.name not in ("__init__.py", "claims.py")
 )
 
+# What a study of heads measures beyond its tables.
+OF_HEADS = {f"kept/{which}_{way}" for which in ("induction", "random", "idle")
+            for way in ("full", "preserving")}  # fmt: skip
+OF_HEADS |= {f"pruned/{order}@{share}" for order in ("importance", "random") for share in (0, 50)}
+OF_HEADS |= {"pruned/importance_free", "previous_correlation", "learning_correlation",
+             "learning_inside"}  # fmt: skip
+
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_study_is_valid_and_judges_points_it_has(path, tmp_path):
@@ -39,9 +46,10 @@ def test_a_study_is_valid_and_judges_points_it_has(path, tmp_path):
     found = results.read(folder)
     # Every run with all numbers at 1: what a verdict or a picture asks for exists.
     known = {"parameters", "cache_bytes_per_token", "cache_bytes", "step_time_ms"}
-    known |= {*study.metrics, *study.columns}
+    known |= {*study.metrics, *study.columns, *study.events}
     known |= {name for metric in study.metrics if (name := chance_name(metric))}
     known |= {f"copy/accuracy@{n}" for n in (8, 48)} if path.stem == "copying" else set()
+    known |= OF_HEADS if path.stem == "emergence" else set()
     runs = [dataclasses.replace(run, metrics=dict.fromkeys(known, 1.0)) for run in found.runs]
     by_point = {
         point.name: [run for run in runs if run.point == point.name] for point in found.points

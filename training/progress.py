@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-_WIDTH = 120
+_WIDTH = 240
 
 
 class Reporter:

@@ -1,0 +1,99 @@
+"""What is left of a model without some heads, on ablations and models made by hand."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from analysis import emergence_table
+from sweeps.emergence_measures import HeadsRemoved, Pruning, emergence, free_share
+from training.run_folder import RunFolder
+from training.settings import OptionError
+
+T = 64
+
+
+class ByHand:
+    """An ablation of 2 × 3 heads of which each has a worth in context and in accuracy.
+
+    In-context learning is the sum of the worths kept. Layer 1 needs what layer 0 does by patterns
+    alone, so that it is lost fully and kept where patterns are preserved.
+    """
+
+    shape = (2, 3)
+    worth_LN = np.array([[0.0, 0.0, 0.0], [3.0, 1.0, 0.0]])
+    previous = (0, 1)
+
+    def full(self, gate_LN):
+        gate_LN = np.asarray(gate_LN)
+        return self._result(gate_LN, gate_LN[self.previous])
+
+    def pattern_preserving(self, gate_LN):
+        return self._result(np.asarray(gate_LN), 1.0)
+
+    def prune(self, order):
+        gate_LN, found = np.ones(self.shape), [self.full(np.ones(self.shape))]
+        for head in order:
+            gate_LN[head] = 0
+            found.append(self.full(gate_LN))
+        return found
+
+    def importance(self):
+        return np.array([[0.0, 5.0, 0.1], [4.0, 1.0, 0.2]])
+
+    def _result(self, gate_LN, share):
+        kept = float((gate_LN * self.worth_LN).sum() * share)
+        loss_T = np.full(T, 4.0)
+        loss_T[62] -= kept  # late in the sequence: token 500 of 512
+        return types.SimpleNamespace(loss_T=loss_T, accuracy=kept / 4)
+
+
+def test_the_share_of_learning_that_is_kept():
+    among = {"random": [(0, 0), (0, 1), (0, 2), (1, 2)], "idle": [(0, 0), (0, 2), (1, 2)]}
+    found = HeadsRemoved(draws=400).kept(ByHand(), [(1, 0)], among)
+    assert found["kept/induction_full"] == pytest.approx(0.25)
+    assert found["kept/induction_preserving"] == pytest.approx(0.25)
+    # One draw in four takes the previous-token head, and with it everything.
+    assert found["kept/random_full"] == pytest.approx(0.75, abs=0.06)
+    assert found["kept/random_preserving"] == pytest.approx(1)
+    assert found["kept/idle_full"] == found["kept/idle_preserving"] == pytest.approx(1)
+
+
+def test_where_too_few_heads_are_left_all_of_them_go():
+    found = HeadsRemoved().kept(ByHand(), [(1, 0), (1, 1)], {"random": [(0, 1)], "idle": []})
+    assert found["kept/induction_full"] == pytest.approx(0)
+    assert found["kept/random_full"] == pytest.approx(0)
+    assert found["kept/random_preserving"] == pytest.approx(1)
+    assert not any(name.startswith("kept/idle") for name in found)
+
+
+def test_pruning_by_importance_and_at_random():
+    found = Pruning(orders=200).prune(ByHand())
+    by_importance = [found[f"pruned/importance@{share}"] for share in (0, 17, 33, 50, 67, 83, 100)]
+    assert by_importance == pytest.approx([1, 1, 1, 1, 0.75, 0, 0])
+    assert found["pruned/importance_free"] == pytest.approx(0.5)
+    # One head at random: one time in six each the previous-token head, 3/4 or 1/4 is lost.
+    assert found["pruned/random@17"] == pytest.approx(1 - (1 + 0.75 + 0.25) / 6, abs=0.06)
+    assert found["pruned/random_free"] == 0
+
+
+def test_the_share_of_heads_that_is_free():
+    assert free_share([0.9, 0.89, 0.885, 0.5, 0.9], 0.02) == 0.5
+    assert free_share([0.9, 0.8, 0.9], 0.02) == 0
+    assert free_share([0.9, 0.9, 0.9], 0.02) == 1
+
+
+def test_a_run_that_was_not_watched_cannot_be_measured(tmp_path):
+    with pytest.raises(OptionError, match=r"emergence\.csv is missing.*analysis\.every"):
+        emergence(RunFolder(tmp_path), None)
+
+
+def test_a_run_without_induction_heads_has_none_to_remove(tmp_path):
+    folder = RunFolder(tmp_path)
+    scores = {name: np.full((1, 2), 0.05) for name in ("prefix_matching", "previous_token")}
+    for step in range(3):
+        row = emergence_table.flat_row({"step": step, "tokens": step}, scores, [1.0])
+        emergence_table.append(folder.emergence, row)
+    assert HeadsRemoved()(folder, None) == {}
