@@ -15,18 +15,18 @@ from configs import base
 
 
 def get_config():
-    """Byte pairs of 512 ids, 128 tokens, smeared keys; the loss on all positions."""
+    """Byte pairs of 512 ids, 512 tokens as in the paper, smeared keys; loss on all positions."""
     config = base.get_config()
     config.model.mlp = "none"
     config.model.d_model = 128
     config.model.pattern = ("smeared",)
     config.task.vocab_size = 512
-    config.task.length = 128
+    config.task.length = 512
     config.task.copy.share = 0.0
     config.task.induction.share = 0.0
     config.task.text.share = 1.0
     config.train.loss_on = "all"
-    config.train.batch_size = 32
+    config.train.batch_size = 8
     config.train.steps = 800
     config.optimizer.learning_rate = 4e-3
     config.optimizer.schedule = "constant"

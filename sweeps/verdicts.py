@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
+from typing import ClassVar
 
 from sweeps.results import Results, Sample
 
@@ -36,33 +38,34 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Above:
+class _Bounded:
+    """The mean of a point is on one side of a bound, or on it."""
+
+    claim: str
+    point: str
+    metric: str
+    bound: float
+    sign: ClassVar[str]
+    holds: ClassVar[Callable[[float, float], bool]]
+
+    def __call__(self, results: Results) -> Verdict:
+        found = results.sample(self.point, self.metric)
+        expected = f"{self.metric} of {self.point} {self.sign} {self.bound:g}"
+        return Verdict(self.claim, expected, describe(found), self.holds(found.mean, self.bound))
+
+
+class Above(_Bounded):
     """The mean of a point is at least a bound."""
 
-    claim: str
-    point: str
-    metric: str
-    bound: float
-
-    def __call__(self, results: Results) -> Verdict:
-        found = results.sample(self.point, self.metric)
-        expected = f"{self.metric} of {self.point} ≥ {self.bound:g}"
-        return Verdict(self.claim, expected, describe(found), found.mean >= self.bound)
+    sign = "≥"
+    holds = operator.ge
 
 
-@dataclasses.dataclass(frozen=True)
-class Below:
+class Below(_Bounded):
     """The mean of a point is at most a bound."""
 
-    claim: str
-    point: str
-    metric: str
-    bound: float
-
-    def __call__(self, results: Results) -> Verdict:
-        found = results.sample(self.point, self.metric)
-        expected = f"{self.metric} of {self.point} ≤ {self.bound:g}"
-        return Verdict(self.claim, expected, describe(found), found.mean <= self.bound)
+    sign = "≤"
+    holds = operator.le
 
 
 @dataclasses.dataclass(frozen=True)
