@@ -18,8 +18,8 @@ from training.run_folder import RunFolder
 
 # Marks of a test case in JUnit's report.
 _BAD = ("failure", "error", "skipped")
-# "24: …" is a verdict on row 24, "reason 24: …" on why row 24 is not as in the literature.
-_ROW = re.compile(r"(reason )?(\d+): (.+)", re.S)
+# "24: …" and "24, 25: …" are verdicts on rows, "reason 24: …" on why one is not as in the literature.
+_ROWS = re.compile(r"(reason )?(\d+(?:, \d+)*): (.+)", re.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class StudyEvidence:
-    """A study, often in a short form; its verdicts begin with the number of their row.
+    """A study, often in a short form; its verdicts begin with the numbers of their rows.
 
     Attributes:
       name: of its file in configs/sweeps, less ".py".
@@ -152,14 +152,13 @@ class StudyEvidence:
         found = results.read(SweepFolder(folder))
         findings = []
         for verdict in judge(study.load(ROOT / self.path).verdicts, found):
-            if about := _ROW.match(verdict.claim):
-                reason, row, claim = about.groups()
+            if about := _ROWS.match(verdict.claim):
+                reason, numbers, claim = about.groups()
                 measured = f"{verdict.measured} (wanted: {verdict.expected})"
-                findings.append(
-                    Finding(
-                        int(row), claim, measured, verdict.confirmed, bool(reason)
-                    )
-                )  # fmt: skip
+                findings += [
+                    Finding(int(number), claim, measured, verdict.confirmed, bool(reason))
+                    for number in numbers.split(", ")
+                ]
         return Found(tuple(findings), Table(head(found), tuple(body(found))))
 
 
