@@ -18,7 +18,8 @@ from training.run_folder import RunFolder
 
 # Marks of a test case in JUnit's report.
 _BAD = ("failure", "error", "skipped")
-# "24: …" and "24, 25: …" are verdicts on rows, "reason 24: …" on why one is not as in the literature.
+# "24: …" and "24, 25: …" are verdicts on rows, "reason 24: …" on why one is not as in the
+# literature.
 _ROWS = re.compile(r"(reason )?(\d+(?:, \d+)*): (.+)", re.S)
 
 
