@@ -186,7 +186,11 @@ def test_tables_have_a_row_for_each_measurement():
 
 def test_report_is_written_and_printed(tmp_path: Path, capsys):
     rows = [{"variant": "causal", "seconds": 0.5}, {"variant": "window", "seconds": 0.25}]
-    report.write(tmp_path, "some", ["# Title", report.items(["one", "two"])], rows)
+    decided = [report.Verdict("22", "it is so", None, "not measured")]
+    report.write(tmp_path, "some", ["# Title", report.items(["one", "two"])], rows, decided)
+    assert json.loads((tmp_path / "some.json").read_text()) == [
+        {"row": "22", "claim": "it is so", "confirmed": None, "figures": "not measured"}
+    ]
     assert (tmp_path / "some.md").read_text() == "# Title\n\n- one\n- two\n"
     assert "# Title" in capsys.readouterr().out
     with (tmp_path / "some.csv").open() as file:
@@ -199,6 +203,7 @@ def test_report_is_written_and_printed(tmp_path: Path, capsys):
     ("module", "argument", "said"),
     [
         (attention, "--variants=causal,sliding", "unknown variant 'sliding'; known are causal, "),
+        (attention, "--peers=ours", "unknown peer 'ours'; known are dense, jax.nn"),
         (attention, "--lengths=1024,2k", "must be whole numbers such as 1024,2048, got '1024,2k'"),
         (attention, "--lengths=0", "must be at least 1, got 0"),
         (attention, "--repeats=0", "must be a whole number from 1, got '0'"),
@@ -220,6 +225,12 @@ def test_the_short_form_is_shorter_and_gives_way_to_options():
         assert module.parse(["--short"]).repeats < module.parse([]).repeats
     arguments = attention.parse(["--short", "--lengths=64,32,64", "--repeats=2"])
     assert (arguments.lengths, arguments.repeats) == ([32, 64], 2)
+
+
+def test_peers_that_were_not_asked_for_are_not_measured():
+    assert attention.parse([]).peers == ["dense", "jax.nn"]
+    names = [key[1] for key in attention.ours_and_jax("causal", 16, ["dense"], {})]
+    assert names == ["ours", "ours", "dense", "dense"]
 
 
 @pytest.mark.parametrize("module", [attention, decode, train_step])

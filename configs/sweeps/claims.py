@@ -16,7 +16,7 @@ _PLAIN = "--config.model.pattern=mha"
 VARIANTS = StudyEvidence("variants", ("--seeds=1",), 7.0)
 COPYING = StudyEvidence("copying", ("--seeds=1", "--only=[rlh]*"), 4.5)
 HEADS = StudyEvidence("heads", ("--seeds=1",), 3.5)
-EMERGENCE = StudyEvidence("emergence", ("--seeds=2",), 6.0)
+EMERGENCE = StudyEvidence("emergence", ("--seeds=3",), 4.0)
 
 ATTENTION = Bench("attention", "attention", ("--short", "--peers=dense"), 1.5)
 # Where attention's own arithmetic outweighs what every call costs.

@@ -18,8 +18,9 @@ from training.run_folder import RunFolder
 
 # Marks of a test case in JUnit's report.
 _BAD = ("failure", "error", "skipped")
-# "24: …" is a verdict on row 24, "reason 24: …" on why row 24 is not as in the literature.
-_ROW = re.compile(r"(reason )?(\d+): (.+)", re.S)
+# "24: …" and "24, 25: …" are verdicts on rows, "reason 24: …" on why one is not as in the
+# literature.
+_ROWS = re.compile(r"(reason )?(\d+(?:, \d+)*): (.+)", re.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Pytest:
     whole = False
 
     @property
-    def link(self) -> str:
-        return self.nodes[0].partition("::")[0]
+    def links(self) -> tuple[str, ...]:
+        return self.nodes
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -72,7 +73,7 @@ class Pytest:
         )
         counted = f"{len(passed)} of {len(mine)} cases pass" if mine else "it has not run"
         measured = "; ".join((*figures, counted))
-        return Finding(None, f"test {test}", measured, 0 < len(mine) == len(passed), file)
+        return Finding(None, node, measured, 0 < len(mine) == len(passed))
 
 
 def _bare(case: ElementTree.Element) -> str:
@@ -99,32 +100,28 @@ class Bench:
     whole = True
 
     @property
-    def link(self) -> str:
-        return f"benchmarks/{self.benchmark}.py"
+    def links(self) -> tuple[str, ...]:
+        return (f"benchmarks/{self.benchmark}.py",)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.link,)
+        return self.links
 
     def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
         return (("-m", f"benchmarks.{self.benchmark}", *self.options, f"--out={folder}"),)
 
     def read(self, folder: Path) -> Found:
         verdicts = json.loads((folder / f"{self.benchmark}.json").read_text())
-        return Found(
-            tuple(
-                Finding(
-                    int(each["row"]), each["claim"], each["figures"], bool(each["confirmed"]),
-                    self.link, self.reason,
-                )
-                for each in verdicts
-            )
-        )  # fmt: skip
+        return Found(tuple(self._finding(verdict) for verdict in verdicts))
+
+    def _finding(self, verdict: dict) -> Finding:
+        row, confirmed = int(verdict["row"]), bool(verdict["confirmed"])
+        return Finding(row, verdict["claim"], verdict["figures"], confirmed, self.reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyEvidence:
-    """A study, often in a short form; its verdicts begin with the number of their row.
+    """A study, often in a short form; its verdicts begin with the numbers of their rows.
 
     Attributes:
       name: of its file in configs/sweeps, less ".py".
@@ -138,28 +135,31 @@ class StudyEvidence:
     whole = True
 
     @property
-    def link(self) -> str:
+    def path(self) -> str:
         return f"configs/sweeps/{self.name}.py"
 
     @property
+    def links(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    @property
     def needs(self) -> tuple[str, ...]:
-        return (self.link,)
+        return self.links
 
     def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
-        return (("sweep.py", f"--config={self.link}", *self.options, f"--workdir={folder}"),)
+        return (("sweep.py", f"--config={self.path}", *self.options, f"--workdir={folder}"),)
 
     def read(self, folder: Path) -> Found:
         found = results.read(SweepFolder(folder))
         findings = []
-        for verdict in judge(study.load(ROOT / self.link).verdicts, found):
-            if about := _ROW.match(verdict.claim):
-                reason, row, claim = about.groups()
+        for verdict in judge(study.load(ROOT / self.path).verdicts, found):
+            if about := _ROWS.match(verdict.claim):
+                reason, numbers, claim = about.groups()
                 measured = f"{verdict.measured} (wanted: {verdict.expected})"
-                findings.append(
-                    Finding(
-                        int(row), claim, measured, verdict.confirmed, self.link, bool(reason)
-                    )
-                )  # fmt: skip
+                findings += [
+                    Finding(int(number), claim, measured, verdict.confirmed, bool(reason))
+                    for number in numbers.split(", ")
+                ]
         return Found(tuple(findings), Table(head(found), tuple(body(found))))
 
 
@@ -192,12 +192,12 @@ class Training:
     whole = False
 
     @property
-    def link(self) -> str:
-        return self.config
+    def links(self) -> tuple[str, ...]:
+        return (self.config,)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.config,)
+        return self.links
 
     def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
         return (("train.py", f"--config={self.config}", *self.options, f"--workdir={folder}"),)
@@ -216,4 +216,4 @@ class Training:
             f"{bound.metric} {value:.3f} after {last['step']:,} steps (chance {chance:.3f}; "
             f"wanted: at least {bound.bound:g})"
         )
-        return Finding(None, bound.what, measured, value >= bound.bound, self.config)
+        return Finding(None, bound.what, measured, value >= bound.bound)

@@ -150,8 +150,9 @@ def _difference(each: Judged) -> list[str]:
 def _links(
     evidence: Sequence[Evidence], folder: Path, link: Callable[[str, str], str]
 ) -> Iterable[str]:
-    for one in evidence:
-        yield link(one.name, os.path.relpath(ROOT / one.link, folder.resolve()))
+    for name in (name for one in evidence for name in one.links):
+        path = name.partition("::")[0]
+        yield link(name, os.path.relpath(ROOT / path, folder.resolve()))
 
 
 def _md(text: str) -> str:

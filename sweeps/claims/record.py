@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import os
 import platform
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+
+import jax
 
 from sweeps import result
 from sweeps.claims.rows import Evidence, Finding, Found, Table
@@ -112,6 +113,6 @@ def _machine() -> str:
     git = git_commit()
     changed = " with changes" if git["modified"] else ""
     return (
-        f"{os.cpu_count()} cores ({platform.machine()}), jax {importlib.metadata.version('jax')}, "
+        f"{os.cpu_count()} cores ({platform.machine()}), jax {jax.__version__}, "
         f"commit {(git['commit'] or 'unknown')[:10]}{changed}"
     )

@@ -20,7 +20,6 @@ class Finding:
       what: what was expected, or tested.
       measured: what came of it: our figure.
       confirmed: whether that is what was expected.
-      link: where it stands, a path from the root of the repository.
       reason: it tests why the row is not as in the literature, and decides nothing about the row.
     """
 
@@ -28,7 +27,6 @@ class Finding:
     what: str
     measured: str
     confirmed: bool
-    link: str
     reason: bool = False
 
 
@@ -53,14 +51,14 @@ class Evidence(Protocol):
 
     Attributes:
       name: of its files and on the page.
-      link: where it stands, a path from the root of the repository.
+      links: where it stands: paths from the root of the repository, "::" before a test's name.
       minutes: what it is expected to take, on 2 cores.
       whole: whether it needs the machine for itself, since it measures time or uses all cores.
       needs: paths from the root without which it cannot start.
     """
 
     name: str
-    link: str
+    links: tuple[str, ...]
     minutes: float
     whole: bool
     needs: tuple[str, ...]

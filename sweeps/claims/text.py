@@ -39,7 +39,7 @@ class TextModel:
     multiple: int = 8
     whole = False
     config = "configs/text_induction.py"
-    link = config
+    links = (config, _HEADS, _STREAMING)
     needs = (config, _STREAMING)
 
     def commands(self, folder: Path) -> tuple[tuple[str, ...], ...]:
@@ -65,7 +65,7 @@ class WithLearnedSinks(TextModel):
         measured = f"{mean:.3f} on average, {max(each):.3f} at most, over {len(each)} heads"
         what = f"offered a place for idle weight, heads put less than {SINK:g} of it there"
         idle = max(each) < SINK
-        reasons = [Finding(row, what, measured, idle, self.link, reason=True) for row in (18, 19)]
+        reasons = [Finding(row, what, measured, idle, reason=True) for row in (18, 19)]
         return Found(tuple(reasons), _perplexity(seen))
 
 
@@ -74,7 +74,7 @@ def _delimiters(table) -> Finding:
     uniform = float(table["delimiter_chance"][-1])
     what = f"a head gives newlines at least {DELIMITERS:g} times the weight of uniform attention"
     measured = f"{best:.3f}, uniform {uniform:.3f}: {best / uniform:.1f} times"
-    return Finding(15, what, measured, best >= DELIMITERS * uniform, _HEADS)
+    return Finding(15, what, measured, best >= DELIMITERS * uniform)
 
 
 def _sink(seen: dict) -> Finding:
@@ -84,7 +84,7 @@ def _sink(seen: dict) -> Finding:
         for i, layer in enumerate(seen["first_token"])
     )
     what = f"a head puts at least {SINK:g} of its weight on the first token"
-    return Finding(18, what, layers, max(each) >= SINK, _STREAMING)
+    return Finding(18, what, layers, max(each) >= SINK)
 
 
 def _streaming(seen: dict) -> tuple[Finding, ...]:
@@ -109,7 +109,7 @@ def _streaming(seen: dict) -> tuple[Finding, ...]:
         f"{alone[-1]:.2f} against {pinned[-1]:.2f} ({worse:.2f} times)",
         worse >= COLLAPSED,
     )
-    return tuple(Finding(19, *each, _STREAMING) for each in (stable, collapsed))
+    return tuple(Finding(19, *each) for each in (stable, collapsed))
 
 
 def _perplexity(seen: dict) -> Table:
