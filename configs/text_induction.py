@@ -27,7 +27,7 @@ def get_config():
     config.task.text.share = 1.0
     config.train.loss_on = "all"
     config.train.batch_size = 8
-    config.train.steps = 800
+    config.train.steps = 500
     config.optimizer.learning_rate = 4e-3
     config.optimizer.schedule = "constant"
     config.analysis.every = 50

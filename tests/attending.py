@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from attention import few
 from attention.ops import IMPLEMENTATIONS, attend_with_lse, explain
@@ -51,6 +52,14 @@ REFUSES: dict[str, dict[str, str]] = {
     },
 }
 INTERPRETERS = {"tpu": tpu.interpreted, "gpu": gpu.interpreted}
+
+
+def chiefly(names, always: str) -> list:
+    """One of the cases of an interpreter in every run, the others where interpreters are tested."""
+    return [
+        pytest.param(name, marks=() if name == always else pytest.mark.interpreted)
+        for name in names
+    ]
 
 
 class Refused(Exception):

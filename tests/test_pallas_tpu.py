@@ -15,6 +15,7 @@ from attention.pallas.tpu import Tile
 from attention.reference import Dropout
 from attention.tile_table import tile_table
 from tests import oracles
+from tests.attending import chiefly
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
 # Most of the time here is compile time.
@@ -98,7 +99,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", chiefly(MASKS, "streaming"))
 def test_every_mask_equals_float64(name: str):
     """With G = 2, H ≠ E, a sink and a gradient of the log-sum-exp; some rows see no key."""
     mask, sees, T, S, tile = MASKS[name]
@@ -127,7 +128,7 @@ def test_lengths_that_no_tile_divides(T: int, tile: Tile | None, expected):
     assert run() == run()
 
 
-@pytest.mark.parametrize("of_queries", [True, False])
+@pytest.mark.parametrize("of_queries", chiefly([True, False], True))
 def test_segments_and_garbage_in_padding(of_queries: bool):
     """Packed documents do not meet, and case M3: what padding holds reaches nothing."""
     T = S = 24
@@ -147,6 +148,7 @@ def test_segments_and_garbage_in_padding(of_queries: bool):
         assert run(**dirty) == clean
 
 
+@pytest.mark.interpreted
 def test_a_visible_nan_reaches_the_rows_that_see_it_and_no_other():
     rng = np.random.default_rng(6)
     q, k, v, do = random(rng, 1, 40, 40, 4, 2, 8, 8)
@@ -166,6 +168,7 @@ def test_a_visible_nan_reaches_the_rows_that_see_it_and_no_other():
         assert_close(mine, right)
 
 
+@pytest.mark.interpreted
 def test_bfloat16_and_a_group_with_padding():
     """71 heads to one, as in Falcon, are folded as 72."""
     rng = np.random.default_rng(7)
