@@ -127,7 +127,7 @@ class PruningCurves:
             axes.set(title=point.name, xlabel="heads removed (per cent)", ylim=(-0.02, 1.02))
             clean(axes)
         panels[0].set_ylabel("accuracy on the answers")
-        panels[-1].legend(frameon=False, fontsize=8)
+        panels[0].legend(frameon=False, fontsize=8)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
         return [path]

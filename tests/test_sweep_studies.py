@@ -28,7 +28,7 @@ FILES = sorted(
 # What a study of heads measures beyond its tables.
 OF_HEADS = {f"kept/{which}_{way}" for which in ("induction", "random", "idle")
             for way in ("full", "preserving")}  # fmt: skip
-OF_HEADS |= {f"pruned/{order}@{share}" for order in ("importance", "random") for share in (0, 50)}
+OF_HEADS |= {f"pruned/{order}@{share}" for order in ("importance", "random") for share in (0, 25)}
 OF_HEADS |= {"pruned/importance_free", "previous_correlation", "learning_correlation",
              "learning_inside"}  # fmt: skip
 

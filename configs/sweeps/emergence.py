@@ -37,6 +37,7 @@ def get_sweep():
     two, one, accuracy = "layers=2", "layers=1", "induction/accuracy"
     smeared_two, smeared_one = "smeared-layers=2", "smeared-layers=1"
     whole = "the paper: more than .4 nats of in-context learning, nearly all by induction heads"
+    michel = "Michel et al.: 20 to 40 % without loss"
     paper = "the paper: 2.5 to 5 of 10 billion tokens"
     return Study(
         question="When do induction heads form, what comes with them, and what goes without them?",
@@ -91,10 +92,14 @@ def get_sweep():
             Above("17: likewise with all patterns preserved", two, "kept/random_preserving", 0.8),
             Above("17: likewise of 8 heads, fully, where none is a previous-token head",
                   "heads=8", "kept/idle_full", 0.8),
-            Above("20: a fifth of the heads can go, least important first, at .02 of accuracy "
-                  "(Michel et al.: 20 to 40 %)", "heads=8", "pruned/importance_free", 0.2),
-            Outdoes("20: with half of them gone that order is better than random ones", "heads=8",
-                    "pruned/importance@50", "pruned/random@50", 0.05),
+            Above(f"20: a fifth of 2 × 4 heads can go, least important first, at .02 of accuracy "
+                  f"({michel})", two, "pruned/importance_free", 0.2),
+            Above(f"20: likewise of 2 × 8 heads ({michel})", "heads=8", "pruned/importance_free",
+                  0.2),
+            Outdoes("20: with a quarter of 2 × 4 heads gone that order is better than random ones",
+                    two, "pruned/importance@25", "pruned/random@25", 0.05),
+            Outdoes("20: likewise of 2 × 8 heads", "heads=8", "pruned/importance@25",
+                    "pruned/random@25", 0.05),
             Exceeds("14: four softmaxes of width 16 do better than one of 64", two, "heads=1",
                     accuracy, 0.01),
             Exceeds("5: scale 1 trains worse than 1/√16", two, "scale=1", accuracy, 0.05),
