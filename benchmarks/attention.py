@@ -135,7 +135,7 @@ def table(measured: Measured) -> str:
             times = Estimate.of([1e3 * x for x in theirs])
             peak = measured.peaks.get(key)
             cells += [
-                times.text("{:.3g}".format),
+                times.text(_milliseconds),
                 "" if name == OURS else ratio(theirs, mine).text(),
                 "" if peak is None else f"{peak / 2**20:,.1f}",
             ]
@@ -171,6 +171,11 @@ def panels(measured: Measured) -> dict[str, dict[str, list[tuple[float, float]]]
         }
         for what in PROGRAMS
     }
+
+
+def _milliseconds(value: float) -> str:
+    """Three figures, and all of a large number's."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main(arguments, torch: peers.Torch | None) -> None:
