@@ -29,18 +29,22 @@ def get_config():
 
 
 def get_sweep():
-    """Four ways to remember, three widths, three learning rates."""
+    """Four ways to remember, three widths, and a reason; three learning rates."""
     recall = "recall/accuracy"
     return Study(
         question="How many bytes of state does recall take?",
-        axes=product(
-            chain(
-                case("softmax"),
-                case("linear", {"model.pattern": ("linear",)}),
-                case("hybrid", {"model.pattern": ("linear", "mha")}),
-                case("smeared", {"model.pattern": ("smeared",), "model.num_layers": 1}),
+        axes=chain(
+            product(
+                chain(
+                    case("softmax"),
+                    case("linear", {"model.pattern": ("linear",)}),
+                    case("hybrid", {"model.pattern": ("linear", "mha")}),
+                    case("smeared", {"model.pattern": ("smeared",), "model.num_layers": 1}),
+                ),
+                axis("model.d_model", 16, 32, 64),
             ),
-            axis("model.d_model", 16, 32, 64),
+            case("taylor,d_model=32", {"model.pattern": ("linear",), "model.d_model": 32,
+                                       "attention.linear.feature_map": "taylor"}),
         ),
         learning_rates=(1e-3, 3e-3, 1e-2),
         metrics=(recall,),
@@ -50,7 +54,9 @@ def get_sweep():
         verdicts=(
             Above("softmax attention recalls at width 64 (Zoology)", "softmax,d_model=64", recall,
                   0.95),
-            Exceeds("a fixed state of the same width recalls less (Zoology)", "softmax,d_model=16",
+            Exceeds("a fixed state of the same width recalls less (Zoology, at 64)",
+                    "softmax,d_model=64", "linear,d_model=64", recall, 0.1),
+            Exceeds("already at a quarter of that width", "softmax,d_model=16",
                     "linear,d_model=16", recall, 0.1),
             Exceeds("a wider state holds more (Zoology)", "linear,d_model=64", "linear,d_model=16",
                     recall, 0.1),
