@@ -46,7 +46,8 @@ class EmergenceCurves:
                 for axes, curve in zip(rows, (_prefix, _previous, _learning), strict=True):
                     seeds = [(t["tokens"].tolist(), curve(t).tolist()) for t in tables]
                     _mean_and_seeds(axes, seeds, point.name, style(index))
-            rows[0].legend(loc="upper left", frameon=False, fontsize=8)
+            rows[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False,
+                           fontsize=8)  # fmt: skip
             rows[-1].set_xlabel("training tokens")
             rows[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
         names = ("prefix matching", "previous token", "in-context learning\n(nats)")

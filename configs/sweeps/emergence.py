@@ -2,7 +2,7 @@
 
     python sweep.py --config=configs/sweeps/emergence.py
 
-Planned for 12 minutes on 2 cores. Rows 5, 14 to 17 and 20 of the claims. Olsson et al. 2022
+Planned for 14 minutes on 2 cores. Rows 5, 14 to 17 and 20 of the claims. Olsson et al. 2022
 (arXiv 2209.11895) in small: a width of 64 for 768, and 2.5 million tokens for 10 billion, so that
 the change ends half-way through training as theirs does. One layer without smeared keys is trained
 twice as long.
