@@ -7,8 +7,8 @@ diagonal of another. Nothing is transposed, and the zeros multiplied on the way 
 copies they save.
 
 A zero times infinity is NaN, so garbage would cross from head to head and out of hidden keys.
-Where anything is not finite that a row sees or that reaches an output, the reference computes the
-call once more.
+Where anything is not finite that a row sees or that reaches an output, the call is computed once
+more with its arguments isolated as the reference does it, and to the same bits elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 MOST = 8
 
 
-def _fast(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
-    """out_BTNE, lse_BNT, and whether they are what the reference would have found."""
+def _products(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N, isolated: bool):
+    """out_BTNE, lse_BNT, and whether they are what the reference would have found.
+
+    ``isolated``: what is not finite has been taken out of keys and values.
+    """
     (B, T, N, H), (S, K), E = q_BTNH.shape, k_BSKH.shape[1:3], v_BSKE.shape[-1]
     dtype = jnp.promote_types(jnp.float32, q_BTNH.dtype)
     G = N // K
@@ -41,14 +44,16 @@ def _fast(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
     allowed_BST1 = jnp.broadcast_to(allowed_BTS, (B, T, S)).swapaxes(1, 2)[..., None]
     s_BSTN = s_BSM.reshape(B, S, T, N)
     most_BTN = jnp.where(allowed_BST1, s_BSTN, -jnp.inf).max(1)
-    # A score of −inf that a row sees leads to the reference too, and so to no row that sees none.
-    seen_BTN = most_BTN > -jnp.inf
+    # A row that sees nothing but −inf has no weight to give, as one that sees nothing.
+    seen_BTN = most_BTN != -jnp.inf
     top_BTN = jnp.where(seen_BTN, most_BTN, 0)
     if sink_N is not None:
         sink_N = sink_N.astype(dtype)[None, None]
         top_BTN = jnp.maximum(top_BTN, sink_N)
-    # 0 · s is NaN where a score is infinite; the sums below collect it at no cost.
-    p_BSTN = jnp.exp(s_BSTN - top_BTN[:, None]) + 0 * s_BSTN
+    p_BSTN = jnp.exp(s_BSTN - top_BTN[:, None])
+    if not isolated:
+        # NaN where a score is infinite; the sums below collect it at no cost.
+        p_BSTN = p_BSTN + 0 * s_BSTN
     p_BSTN = jnp.where(allowed_BST1, p_BSTN, 0)
     total_BTN = p_BSTN.sum(1)
     if sink_N is not None:
@@ -64,6 +69,17 @@ def _fast(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
     return (out_BTNE.astype(v_BSKE.dtype), lse_BTN.swapaxes(1, 2)), right
 
 
+def _isolated(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
+    """out_BTNE and lse_BNT whatever the arguments hold."""
+    (B, T, N, _), K, E = q_BTNH.shape, k_BSKH.shape[2], v_BSKE.shape[-1]
+    *arrays, bad_key_BTK, bad_BTK = reference.isolate(q_BTNH, k_BSKH, v_BSKE, allowed_BTS)
+    (out_BTNE, lse_BNT), _ = _products(*arrays, allowed_BTS, scale, sink_N, isolated=True)
+    out_BTKGE = out_BTNE.reshape(B, T, K, N // K, E)
+    out_BTKGE = jnp.where(bad_BTK[..., None, None], jnp.nan, out_BTKGE)
+    bad_key_BNT = jnp.repeat(bad_key_BTK, N // K, axis=2).swapaxes(1, 2)
+    return out_BTKGE.reshape(B, T, N, E), jnp.where(bad_key_BNT, jnp.nan, lse_BNT)
+
+
 def _dense(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
     return reference.dense_attention(
         q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale=scale, sink_N=sink_N
@@ -74,8 +90,8 @@ def _dense(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
 def _attention(arrays, allowed_BTS):
     q_BTNH, k_BSKH, v_BSKE, scale, sink_N = arrays
     everything = q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N
-    found, right = _fast(*everything)
-    return lax.cond(right, lambda *_: found, _dense, *everything)
+    found, right = _products(*everything, isolated=False)
+    return lax.cond(right, lambda *_: found, _isolated, *everything)
 
 
 @_attention.defjvp
