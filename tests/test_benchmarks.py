@@ -244,6 +244,13 @@ def never(arguments, torch):
     raise AssertionError("nothing may be measured")
 
 
+@pytest.fixture
+def no_cache(monkeypatch):
+    """What a command switches on would stay on for the tests that follow in this process."""
+    monkeypatch.setattr(options, "enable_compilation_cache", lambda: None)
+
+
+@pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(
     ("python", "said"),
     [
@@ -257,6 +264,7 @@ def test_an_interpreter_without_torch_is_refused(python: str, said: str, tmp_pat
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
+@pytest.mark.usefixtures("no_cache")
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys):
     (tmp_path / "file").touch()
     arguments = argparse.Namespace(torch_python=None, out=tmp_path / "file")
