@@ -80,12 +80,6 @@ def _isolated(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
     return out_BTKGE.reshape(B, T, N, E), jnp.where(bad_key_BNT, jnp.nan, lse_BNT)
 
 
-def _dense(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N):
-    return reference.dense_attention(
-        q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale=scale, sink_N=sink_N
-    )
-
-
 @jax.custom_jvp
 def _attention(arrays, allowed_BTS):
     q_BTNH, k_BSKH, v_BSKE, scale, sink_N = arrays
@@ -100,7 +94,9 @@ def _tangents(primals, tangents):
 
     def dense(arrays):
         q_BTNH, k_BSKH, v_BSKE, scale, sink_N = arrays
-        return _dense(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N)
+        return reference.dense_attention(
+            q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale=scale, sink_N=sink_N
+        )
 
     return _attention(arrays, allowed_BTS), jax.jvp(dense, (arrays,), tangents[:1])[1]
 

@@ -83,6 +83,15 @@ def test_garbage_that_a_row_sees_is_what_the_reference_says(garbage, name):
         assert_close(np.nan_to_num(found), np.nan_to_num(expected))
 
 
+def test_a_visible_score_of_minus_infinity_is_not_taken_for_a_weight_of_zero():
+    """With one key-value head no zero of a block diagonal meets the key and shows it as NaN."""
+    q, k, v = _arrays(1)
+    q, k, v = jnp.abs(q), k[:, :, :1].at[:, 3].set(-np.inf), v[:, :, :1]
+    assert not _is_fast(q, k, v, Causal())
+    for found, expected in zip(*_both(q, k, v, Causal()), strict=True):
+        assert np.isnan(np.asarray(expected)).all() and np.isnan(np.asarray(found)).all()
+
+
 def test_a_row_without_keys_is_zero_and_stays_fast():
     q, k, v = _arrays(2)
     k_index = jnp.stack([jnp.arange(S), jnp.full(S, -1)])
