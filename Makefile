@@ -10,8 +10,8 @@ WORKDIR =
 TORCH_PYTHON =
 ARGS =
 
-.PHONY: help setup setup-dev setup-aot setup-cluster train eval sweep bench test test-slow test-kernels \
-	test-aot lint format
+.PHONY: help setup setup-dev setup-aot setup-cluster train eval sweep bench test test-broad test-slow \
+	test-kernels test-aot lint format
 
 help:
 	@echo 'make setup                           install requirements.txt into .venv'
@@ -20,6 +20,8 @@ help:
 	@echo 'make sweep [STUDY=variants]          run configs/sweeps/variants.py and report it'
 	@echo 'make bench [TORCH_PYTHON=PATH]       time steps, attention and decoding, beside PyTorch if given'
 	@echo 'make test  [ARGS="-k masks"]         run the tests'
+	@echo 'make test-broad                      run them for all variants and configs'
+	@echo 'make test-slow                       train, sweep, kill, open a browser and a cluster'
 	@echo 'make test-kernels                    run the kernels in interpreters, on any machine'
 	@echo 'make test-aot                        compile the kernels for TPUs and GPUs, none needed'
 	@echo 'make lint                            check style and format'
@@ -58,6 +60,10 @@ bench: setup
 # a file share compiled programs. ARGS="-n 0" runs in one process.
 test: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The same checks for the variants and configs that make test leaves out.
+test-broad: setup-dev
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m broad $(ARGS)
 
 # What takes many seconds each: short trainings, whole sweeps, kills, a browser, a cluster.
 test-slow: setup-dev

@@ -5,7 +5,8 @@
 About 4 minutes of CPU time for its 500 steps, on 2 cores about 2 minutes; cutting the files into
 tokens takes half a minute the first time. Expect a prefix-matching score of 0.60, half-way at step
 278 (1.1 million tokens), and an induction accuracy of 0.03 to 0.05 on random blocks, of which
-training shows none (chance is 0.002); seed 0. configs/sweeps/text.py puts --config.model.pattern=mha beside it.
+training shows none (chance is 0.002); seed 0. configs/sweeps/text.py puts
+--config.model.pattern=mha beside it.
 
 In small the second argument of Olsson et al. 2022 (arXiv 2209.11895): smeared keys bring the
 change forward.

@@ -51,6 +51,7 @@ REFUSES: dict[str, dict[str, str]] = {
         "segments": "segments are not supported",
     },
 }
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 INTERPRETERS = {"tpu": tpu.interpreted, "gpu": gpu.interpreted}
 
 
@@ -111,18 +112,11 @@ def _watched():
 
 jax.tree_util.register_dataclass(oracles.Result)
 _STATIC = ("mask", "scale", "rate", "implementation")
-# Most tests ask about formulas and take half the time to compile without optimisation; those on
-# numerics, garbage and lengths ask about compiled code as users get it.
+# Most tests ask about formulas; those on numerics, garbage and lengths ask about code as users get
+# it, and have it optimised.
 _compiled = {
-    True: jax.jit(_evaluate, static_argnames=_STATIC),
-    False: jax.jit(
-        _evaluate,
-        static_argnames=_STATIC,
-        compiler_options={
-            "xla_backend_optimization_level": 0,
-            "xla_llvm_disable_expensive_passes": True,
-        },
-    ),
+    True: jax.jit(_evaluate, static_argnames=_STATIC, compiler_options=OPTIMISED),
+    False: jax.jit(_evaluate, static_argnames=_STATIC),
 }
 
 

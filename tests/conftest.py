@@ -5,6 +5,7 @@ No persistent compilation cache: what it stores for the CPU belongs to one kind 
 wrong hit would be worse than the seconds it saves.
 """
 
+import gc
 import os
 
 # The tests choose shapes for the CPU. JAX_PLATFORMS=cuda python -m pytest runs them elsewhere.
@@ -12,9 +13,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The GPU interpreter waits for ever for a thread where there are few.
 os.environ.setdefault("PJRT_NPROC", "16")
 
+# Most of the time goes into compiling what runs for milliseconds: a fifth less without optimising.
+# tests.attending.OPTIMISED is for those who ask about code as users get it.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
 import hypothesis
 import jax
 import pytest
+
+# What JAX has traced and compiled stays, and looking through it for garbage takes its time.
+gc.set_threshold(100_000, 50, 1000)
 
 # Accelerators multiply float32 in lower precision unless told otherwise; the tests claim float32.
 jax.config.update("jax_default_matmul_precision", "highest")

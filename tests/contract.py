@@ -25,7 +25,6 @@ from tests.subject import (
     V,
     Variant,
     chunks,
-    compiled,
     ones,
     padded,
     positions_of,
@@ -38,19 +37,26 @@ SPLIT = 7  # tokens before it may not know those from it on
 BFLOAT16 = 2e-2
 
 
-def cases(variants: list[Variant]) -> list:
-    """Every check of every variant, as parameters of one test."""
+def cases(variants: list[Variant], always: set[str]) -> list:
+    """Every check of every variant, as parameters of one test.
+
+    Args:
+      variants: all.
+      always: names of those that every run checks; the others are marked ``broad``.
+    """
     names = {check.__name__ for check in CHECKS}
     for variant in variants:
         unknown = set(variant.exempt) - names
         assert not unknown, f"{variant.name} is exempted from {unknown}, which are no checks"
+    assert always <= {variant.name for variant in variants}
     return [
         pytest.param(
-            check, variant, id=f"{variant.name}-{check.__name__}", marks=_marks(check, variant)
+            check, variant, id=f"{variant.name}-{check.__name__}",
+            marks=_marks(check, variant) + (() if variant.name in always else (pytest.mark.broad,)),
         )
         for variant in variants
         for check in CHECKS
-    ]
+    ]  # fmt: skip
 
 
 def _marks(check, variant):
@@ -58,7 +64,7 @@ def _marks(check, variant):
         return ()
     raises = (AssertionError, ValueError, NotImplementedError)
     reason = variant.exempt[check.__name__]
-    return pytest.mark.xfail(reason=reason, raises=raises, strict=True)
+    return (pytest.mark.xfail(reason=reason, raises=raises, strict=True),)
 
 
 def near(actual, expected, tolerance: float) -> None:
@@ -396,7 +402,7 @@ def _pattern_of_a_padded_row(variant):
     s, segments = subject(variant), padded([5], 7, "left")
     arguments = jax.tree.map(lambda a: a[:1], s.arguments)
 
-    @compiled
+    @jax.jit
     def read(x):
         probe = Probe(read=("pattern",))
         s.call(s.params, x, positions_of(segments), segments, None, arguments, probe=probe)

@@ -18,10 +18,6 @@ from models.pure import merge, split
 
 B, T, D, N, H, V = 3, 13, 20, 4, 6, 17
 
-# Most of the time here is compile time.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-compiled = functools.partial(jax.jit, compiler_options=_QUICK)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
@@ -84,11 +80,11 @@ class Subject:
         layer = variant.options.build(self.options.context(), nnx.Rngs(0))
         self.graph, self.params = randomised(layer, seed=1)
         self.arguments = variant.arguments(B)
-        self.compiled = compiled(self.call)
-        self.gradient = compiled(functools.partial(self.evaluate, forward=self.forward))
-        self.mapped = compiled(functools.partial(self.evaluate, forward=self.forward_by_rows))
-        self.decode = compiled(self.call_decoder)
-        self.decoder_gradient = compiled(self.evaluate_decoder)
+        self.compiled = jax.jit(self.call)
+        self.gradient = jax.jit(functools.partial(self.evaluate, forward=self.forward))
+        self.mapped = jax.jit(functools.partial(self.evaluate, forward=self.forward_by_rows))
+        self.decode = jax.jit(self.call_decoder)
+        self.decoder_gradient = jax.jit(self.evaluate_decoder)
 
     @property
     def layer(self):

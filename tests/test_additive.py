@@ -57,13 +57,11 @@ def oracle(q, k, v, a, visible, do):
 
 
 # Compiled, for op by op takes longer; most of the time is compile time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def attend(q, k, v, a, visible):
     q, k, v, a = (np.asarray(x, np.float32) for x in (q, k, v, a))
-    return np.asarray(compiled(additive_attention)(q, k, v, a, visible))
+    return np.asarray(jax.jit(additive_attention)(q, k, v, a, visible))
 
 
 def evaluate(q, k, v, a, visible, do):
@@ -79,7 +77,7 @@ def test_equals_float64(block, monkeypatch):
     a, do = 2 * random(N, H), random(B, T, N, E)
     visible = np.random.default_rng().random((B, T, S)) < 0.6
     visible[0, 2] = False
-    got = compiled(lambda *x: evaluate(*x))(q, k, v, a, visible, do)
+    got = jax.jit(lambda *x: evaluate(*x))(q, k, v, a, visible, do)
     for name, actual, expected in zip(
         ("out", "dq", "dk", "dv", "da"), got, oracle(q, k, v, a, visible, do), strict=True
     ):
@@ -100,7 +98,7 @@ def test_garbage_behind_the_mask():
     q, k, v, a = random(B, T, N, H), random(B, S, K, H), random(B, S, K, E), random(N, H)
     visible, do = np.ones((B, T, S), bool), random(B, T, N, E)
     visible[:, :, 4] = False
-    gradient = compiled(lambda *x: evaluate(*x))
+    gradient = jax.jit(lambda *x: evaluate(*x))
     clean = gradient(q, k, v, a, visible, do)
     for garbage in (1e30, np.inf, np.nan):
         k[:, 4] = v[:, 4] = garbage
@@ -136,7 +134,7 @@ def built(options, **changes):
     return merge(graph, {name: jnp.asarray(p, "float32") for name, p in params.items()}), params
 
 
-@functools.partial(compiled, static_argnames=("graph", "read"))
+@functools.partial(jax.jit, static_argnames=("graph", "read"))
 def _run(graph, params, x, positions, options, read):
     probe = Probe(read=read)
     y, cache = merge(graph, params)(x, positions, probe=probe, **options)

@@ -89,6 +89,7 @@ def test_peak_bytes_count_the_square_of_dense_scores():
     assert peaks[512] / peaks[256] == pytest.approx(4, rel=0.2)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_implementations_of_a_variant_agree(variant: str):
     """A peer that computes something else would be a comparison of nothing."""
@@ -401,6 +402,7 @@ def test_rows_of_decoding(measured, wrong: set[str]):
     )
 
 
+@pytest.mark.broad
 def test_latent_cache_is_as_small_as_the_formula():
     seconds = {("mla", "ours", 64): [1.0], ("mha", "ours", 64): [1.0]}
     tokens = 64 + decode.NUM_TOKENS

@@ -33,15 +33,14 @@ def new_cache(mask, length, k, v, dtype="float32") -> KVCache:
 
 
 # Compiling the whole is cheaper than compiling each of its steps.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@functools.partial(jax.jit, compiler_options=_QUICK)
+@jax.jit
 def append(cache, positions, valid, new):
     return cache.append(positions, valid, **new)
 
 
-@functools.partial(jax.jit, static_argnames="mask", compiler_options=_QUICK)
+@functools.partial(jax.jit, static_argnames="mask")
 def append_and_attend(cache, positions, q, k, v, mask):
     cache, seen, index = cache.append(positions, positions >= 0, k_BSKH=k, v_BSKE=v)
     out = attend(

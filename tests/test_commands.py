@@ -201,6 +201,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(command, tmp_path):
         assert all(np.isfinite(v) for v in json.loads(line).values())
 
 
+@pytest.mark.broad
 def test_an_evaluation_agrees_with_itself_and_saves(undisturbed, command):
     folder, _ = undisturbed
     argv = ("eval.py", f"--workdir={folder}", "--sequences=8", "--attention",

@@ -8,7 +8,6 @@ import unittest.mock
 import warnings
 from pathlib import Path
 
-import jax
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -22,6 +21,8 @@ from training.settings import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - {"__init__", "base"})
+# One of every kind of model; test_layers.py has the variants.
+ALWAYS = ("cross", "full", "gqa", "hybrid", "text_induction")
 
 # As small as any config can be, whatever its variants and tasks.
 SMALL = {
@@ -52,14 +53,6 @@ def parse(*argv, config="configs/base.py"):
         return values.config
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """What is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(autouse=True)
 def as_ml_collections_loads_a_config():
     with warnings.catch_warnings():
@@ -73,7 +66,9 @@ def test_a_config_as_it_is_fits_together(name):
     assert found.train.steps >= 100
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.broad) for n in NAMES]
+)
 def test_a_config_trains_two_steps_and_evaluates(name, tmp_path):
     config = module(name).get_config()
     config.update_from_flattened_dict(SMALL)

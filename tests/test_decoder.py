@@ -50,10 +50,9 @@ def places(start, stop, batch=1):
 
 
 HEADS = ("layer0/head", "layer1/head")
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def _compiled(graph, params, tokens, positions, arguments):
     probe = Probe(read=HEADS)
     logits, caches = merge(graph, params)(tokens, positions, probe=probe, **arguments)
@@ -118,7 +117,7 @@ def test_against_numpy(changes):
 def attention(layer, x_BTD):
     graph, params = split(layer)
     positions = places(0, x_BTD.shape[1], x_BTD.shape[0])
-    call = jax.jit(lambda p, x: merge(graph, p)(x, positions)[0], compiler_options=_QUICK)
+    call = jax.jit(lambda p, x: merge(graph, p)(x, positions)[0])
     return call(params, x_BTD)
 
 
@@ -415,7 +414,7 @@ def test_every_parameter_has_a_gradient():
     def loss(params):
         return jnp.sum(merge(graph, params)(tokens)[0] * weight)
 
-    gradients = jax.jit(jax.grad(loss), compiler_options=_QUICK)(params)
+    gradients = jax.jit(jax.grad(loss))(params)
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
         if not name.endswith("biases/k_KH"):

@@ -44,14 +44,6 @@ OPTIONS = EncoderDecoderOptions(
 )
 HEADS = ("layer0/head", "layer0/cross/head", "layer1/head", "layer1/cross/head")
 
-_quick = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
-
 
 def random(*shape):
     return np.random.default_rng().standard_normal(shape).astype(np.float32)
@@ -103,13 +95,13 @@ def logits(params, tokens, source, source_segments, segments=None):
     return model(tokens, segments_BT=segments, memory=model.encode(source, source_segments))[0]
 
 
-forward = _quick(logits)
+forward = jax.jit(logits)
 
 
-encode = _quick(lambda source, segments: model().encode(source, segments))
+encode = jax.jit(lambda source, segments: model().encode(source, segments))
 
 
-@_quick
+@jax.jit
 def backward(params, tokens, source, source_segments, do):
     out, pull = jax.vjp(lambda p: logits(p, tokens, source, source_segments), params)
     return out, pull(do)[0]
@@ -202,7 +194,7 @@ def test_a_mask_of_keys_is_a_mask_of_keys(length):
         memory = Memory(x_BSD, places(0, 3, 2), segments)
         return layer(jnp.zeros((2, length, 1)), places(0, length, 2), memory=memory)[0]
 
-    @_quick
+    @jax.jit
     def run(x_BSD):
         out, pull = jax.vjp(output, x_BSD)
         return out, pull(jnp.ones_like(out))[0]
@@ -223,7 +215,7 @@ def test_patterns_of_cross_attention_cover_the_source_alone(length):
     }
     names = ("layer0/cross/pattern", "layer1/cross/pattern", "encoder1/pattern", "layer1/pattern")
 
-    @_quick
+    @jax.jit
     def patterns(tokens, source, segments):
         model, probe = merge(GRAPH, params), Probe(read=names)
         model(tokens, memory=model.encode(source, segments, probe=probe), probe=probe)
@@ -274,7 +266,7 @@ def test_masked_memory_has_no_gradient_and_its_garbage_reaches_nothing():
     memory = encode(ids(B, S), padded())
     valid = padded() == 1
 
-    @_quick
+    @jax.jit
     def run(x_BSD):
         read = dataclasses.replace(memory, x_BSD=x_BSD)
         out, pull = jax.vjp(lambda read: model()(tokens, memory=read)[0], read)
@@ -341,7 +333,7 @@ def decode(tokens, memory, sizes, caches, graph=GRAPH):
     return jax.tree.map(lambda *xs: np.concatenate(xs, axis=1), *parts), caches
 
 
-@functools.partial(_quick, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def decode_part(graph, params, tokens, positions, caches, memory):
     probe = Probe(read=HEADS)
     out, caches = merge(graph, params)(tokens, positions, caches=caches, memory=memory, probe=probe)
@@ -364,10 +356,11 @@ def test_decoding_is_the_whole_at_once(sizes):
         jax.tree.map(same_bits, decode(second, other, sizes, used)[0], fresh)
 
 
+@pytest.mark.broad
 def test_decoding_in_bfloat16():
     graph = graph_of(dataclasses.replace(OPTIONS, dtype="bfloat16"))
     narrow, tokens = merge(graph, PARAMS), ids(B, T)
-    memory = _quick(narrow.encode)(ids(B, S), padded())
+    memory = jax.jit(narrow.encode)(ids(B, S), padded())
     whole, _ = decode_part(graph, PARAMS, tokens, places(0, T), None, memory)
     caches = narrow.init_caches(B, T, S)
     got, after = decode(tokens, memory, (1,) * T, caches, graph)
@@ -407,6 +400,7 @@ def roll_out(prompt, num_tokens, source, segments):
     return tokens[:, prompt.shape[1] : prompt.shape[1] + num_tokens], lead
 
 
+@pytest.mark.broad
 def test_generation_is_the_roll_out_of_the_likeliest(monkeypatch):
     encoded, memories = [], []
     inner, call = EncoderDecoder.encode, EncoderDecoder.__call__
@@ -461,7 +455,7 @@ def test_every_attention_draws_its_own_dropout(monkeypatch):
 
     monkeypatch.setattr(Dropout, "__call__", noted)
 
-    @_quick
+    @jax.jit
     def drawn(key):
         keys.clear()
         model = merge(graph, PARAMS)

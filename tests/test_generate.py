@@ -19,7 +19,6 @@ from models.pure import merge, split
 from tests.attending import same_bits
 
 V = 7
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 STREAMING = MultiHeadStreaming(window=3, first=1)
@@ -41,7 +40,7 @@ def random_tokens(*shape) -> np.ndarray:
     return np.random.default_rng().integers(0, V, shape)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def _logits(graph, params, tokens):
     return merge(graph, params)(tokens)[0]
 
@@ -103,7 +102,7 @@ def test_ragged_logits(position):
     model = decoder(position=position, **({"max_length": 9} if position == "learned" else {}))
     graph, params = split(model)
 
-    @functools.partial(jax.jit, compiler_options=_QUICK)
+    @functools.partial(jax.jit)
     def call(tokens, positions, segments, caches):
         return merge(graph, params)(tokens, positions, segments_BT=segments, caches=caches)
 

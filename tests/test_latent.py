@@ -31,10 +31,9 @@ def context(options=None, **changes):
 
 
 # Compiled, for op by op takes longer; most of the time is compile time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "read"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("graph", "read"))
 def _run(graph, params, x, positions, options, read):
     probe = Probe(read=read)
     y, cache = merge(graph, params)(x, positions, probe=probe, **options)
@@ -145,7 +144,7 @@ def test_gradients_of_the_absorbed_form():
     def loss(params, x, cache):
         return jnp.sum(merge(graph, params)(x, positions, cache=cache)[0] * do)
 
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=QUICK)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
     naive, absorbed = gradient(params, x, None), gradient(params, x, layer.init_cache(B, 5))
     assert all(np.asarray(g).any() for g in naive[0].values())
     jax.tree.map(assert_close, absorbed, naive)

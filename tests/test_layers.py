@@ -29,11 +29,17 @@ from models.generate import generate
 from models.pure import merge, split
 from tests import contract, oracles
 from tests.oracles import assert_close
-from tests.subject import B, D, T, compiled, positions_of, random, subject
+from tests.subject import B, D, T, positions_of, random, subject
 from tests.variants import VARIANTS
 
+# One of every class of variant, with the options that ask most of it.
+ALWAYS = {
+    "gqa", "window", "full", "longformer global", "prefix", "cross", "linear", "mla query latent",
+    "additive window",
+}  # fmt: skip
 
-@pytest.mark.parametrize(("check", "variant"), contract.cases(VARIANTS))
+
+@pytest.mark.parametrize(("check", "variant"), contract.cases(VARIANTS, ALWAYS))
 def test_contract(check, variant):
     check(variant)
 
@@ -43,6 +49,7 @@ def test_every_registered_variant_is_here():
     assert set(REGISTERED.values()) <= {type(variant.options) for variant in VARIANTS}
 
 
+@pytest.mark.broad
 def test_generation_through_every_variant():
     """One decoder of all variants that need nothing special, as a hybrid pattern."""
     chosen = [v for v in VARIANTS if not v.model and not v.exempt]
@@ -56,7 +63,7 @@ def test_generation_through_every_variant():
     new = np.asarray(generate(model, prompt, 9)[0])
     tokens = np.concatenate([prompt, new], axis=1)
     graph, params = split(model)
-    call = compiled(lambda p, t: merge(graph, p)(t)[0])
+    call = jax.jit(lambda p, t: merge(graph, p)(t)[0])
     logits = np.asarray(call(params, tokens))[:, 4:-1]
     taken = np.take_along_axis(logits, new[..., None], axis=-1)[..., 0]
     # Of two logits that are equal to rounding either may be taken.
@@ -151,7 +158,7 @@ def call(layer, x, positions=None, probe_name=None):
     graph, params = split(layer)
     positions = np.arange(x.shape[1], dtype=np.int32)[None] if positions is None else positions
 
-    @compiled
+    @jax.jit
     def run(params, x, positions):
         probe = Probe(read=(probe_name,) if probe_name else ())
         y, _ = merge(graph, params)(x, positions, probe=probe)

@@ -11,9 +11,6 @@ from attention.feature_maps import FEATURE_MAPS
 from attention.linear_ops import LinearState, chunked, parallel, recurrent, weights
 from tests.oracles import chk, wave
 
-# Compiling is what this file's time goes to. What is exact or measured here is compiled in full.
-quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 FORMS = {
     "parallel": parallel,
     "recurrent": recurrent,
@@ -102,7 +99,7 @@ def evaluate(form, causal=True):
         gradients, (out, final) = jax.grad(loss, (0, 1), has_aux=True)(*arguments)
         return out, final, jax.tree.leaves(gradients)
 
-    return quick(both)
+    return jax.jit(both)
 
 
 WEIGHT = np.random.default_rng(2).normal(size=(4, 13, 4, 3))
@@ -209,7 +206,7 @@ def test_a_split_resumes_exactly(first, second):
 
     def both(function):
         loss = lambda qkv: (jnp.sum(function(qkv)[0] * weight), function(qkv))  # noqa: E731
-        return jax.tree.leaves(quick(jax.grad(loss, has_aux=True))(qkv))
+        return jax.tree.leaves(jax.jit(jax.grad(loss, has_aux=True))(qkv))
 
     for got, want in zip(both(joined), both(whole), strict=True):
         close(got, want)
@@ -329,7 +326,7 @@ def test_tiny_features_keep_their_weights(form):
     v = jnp.float32(wave((1, 9, 1, 3), 2.1, 1.0))
     raw = jnp.float32(wave((1, 9, 1, 64), 0.7, 0.0))
 
-    @quick
+    @jax.jit
     def out_and_gradients(q, k):
         def loss(q, k, v):
             out = form(phi(q), phi(k), v)[0]

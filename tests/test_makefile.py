@@ -207,7 +207,18 @@ def test_uv_makes_and_fills_the_environment(machine: Machine, tmp_path: Path):
 
 def test_make_alone_prints_help(machine: Machine):
     printed = machine.make()
-    targets = "setup", "train", "eval", "bench", "test", "test-kernels", "test-aot", "lint"
+    targets = (
+        "setup",
+        "train",
+        "eval",
+        "bench",
+        "test",
+        "test-broad",
+        "test-slow",
+        "test-kernels",
+        "test-aot",
+        "lint",
+    )
     for target in targets:
         assert f"make {target} " in printed
 
@@ -225,6 +236,8 @@ def test_make_alone_prints_help(machine: Machine):
         (["eval", "CONFIG=configs/mqa.py"], "eval.py --workdir=runs/mqa"),
         (["eval", "WORKDIR=runs/a"], "eval.py --workdir=runs/a"),
         (["test", "ARGS=-k masks"], "-m pytest -n 2 --dist loadfile -k masks"),
+        (["test-broad"], "-m pytest -n 2 --dist loadfile -m broad"),
+        (["test-slow"], '-m pytest -n 2 --dist loadfile -m "slow and not interpreted"'),
         (["test-kernels"], "-m pytest -n 2 --dist worksteal -m interpreted"),
         (["lint"], "-m ruff format --check ."),
     ],

@@ -145,6 +145,7 @@ def test_equals_float64(name: str):
     assert not np.asarray(run.dq).swapaxes(1, 2)[unseen].any()
 
 
+@pytest.mark.interpreted
 def test_longformer_with_sink_repetition_and_garbage():
     """Grouped heads and 96 × 160; equal inputs give equal bits; what is hidden reaches nothing."""
     T, S, mask = 96, 160, (Window(40, ahead=39) | Global(3)) & (First(150) | Causal())

@@ -19,7 +19,6 @@ from tests.attending import chiefly
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
 # Most of the time here is compile time.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def call_of(q, k, v, mask, *, dtype="float32", **options) -> ops.Call:
@@ -48,7 +47,7 @@ class Run:
             zeros = jnp.zeros_like(outputs[1])
             return outputs, gradient((do, zeros if dlse is None else jnp.asarray(dlse)))[0]
 
-        self.program = jax.jit(results, compiler_options=QUICK)
+        self.program = jax.jit(results)
         self()
 
     def __call__(self, do=None, **arrays) -> list[bytes]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,9 +70,6 @@ def tokens():
     return np.random.default_rng().integers(0, 11, (2, 7))
 
 
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 def call(model, tokens, *, read=(), replace=None, positions=None, caches=None):
     """Logits, what was read, and the caches. Compiled, which is cheaper than step by step."""
 
@@ -84,7 +79,7 @@ def call(model, tokens, *, read=(), replace=None, positions=None, caches=None):
         assert probe.missing() == []
         return logits, probe.values, caches
 
-    run = jax.jit(run, compiler_options=_QUICK)
+    run = jax.jit(run)
     return jax.tree.map(np.asarray, run(tokens, positions, caches))
 
 
@@ -190,7 +185,7 @@ def test_gradients_pass_through_what_is_read(model):
     x = np.random.default_rng().standard_normal((2, 7, 16)).astype("f")
     layer = model.blocks[0].attention
 
-    @functools.partial(jax.jit, compiler_options=_QUICK)
+    @jax.jit
     def gradients(x):
         def gradient(probe):
             return jax.grad(lambda x: layer(x, positions, probe=probe)[0].sum())(x)

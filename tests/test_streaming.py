@@ -17,14 +17,6 @@ from tests import decoders
 TASK = Induction(vocab_size=32, length=16)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """What is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def model():
     return decoders.decoder("smeared", vocab_size=32, num_layers=2)

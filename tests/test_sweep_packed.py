@@ -21,13 +21,6 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def packed():
     return make_packed_interval(RUNS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,13 +14,6 @@ from sweeps.emergence_measures import emergence
 from sweeps.folder import SweepFolder
 from sweeps.plan import make_plan
 from tests import tiny_sweep
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.slow

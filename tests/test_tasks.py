@@ -21,11 +21,8 @@ TASKS = (Copy(37, 19), Induction(37, 19), Recall(37, 19, num_pairs=3), Markov(9,
 by_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
 
-# Most of the time goes into compiling, and what is drawn does not depend on how well that is done.
-quickly_jit = functools.partial(
-    jax.jit, static_argnums=(0, 2), compiler_options={"xla_backend_optimization_level": 0}
-)
-draw = quickly_jit(lambda task, key, batch_size: task.sample(key, batch_size))
+jit_by_task = functools.partial(jax.jit, static_argnums=(0, 2))
+draw = jit_by_task(lambda task, key, batch_size: task.sample(key, batch_size))
 
 
 def sampler(task, batch_size=BATCH):
@@ -272,7 +269,7 @@ def test_defaults_follow_the_length_and_set_options_stay():
 
 # Mixtures.
 
-draw_with_source = quickly_jit(Mixture.sample_with_source)
+draw_with_source = jit_by_task(Mixture.sample_with_source)
 MIXTURE = Mixture((Copy(37, 19), Induction(37, 19), Markov(37, 19)), (3, 0, 1))
 
 

@@ -46,14 +46,12 @@ def compile_once(tmp_path_factory):
         return make_shared
 
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    jax.config.update("jax_disable_most_optimizations", True)  # what is compiled runs for ms
     compilation_cache.reset_cache()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("make_interval", "make_evaluation"):
             patch.setattr(loop, name, shared(getattr(loop, name)))
         yield
     jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_disable_most_optimizations", False)
     compilation_cache.reset_cache()
 
 

@@ -20,11 +20,9 @@ START = {"source_copy": BOS, "source_reverse": SEP}
 TASKS = (SourceCopy(11, 9), SourceReverse(11, 9))
 by_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
-quickly_jit = functools.partial(
-    jax.jit, static_argnums=(0, 2), compiler_options={"xla_backend_optimization_level": 0}
-)
-draw = quickly_jit(lambda task, key, batch_size: task.sample(key, batch_size))
-draw_with_source = quickly_jit(Mixture.sample_with_source)
+jit_by_task = functools.partial(jax.jit, static_argnums=(0, 2))
+draw = jit_by_task(lambda task, key, batch_size: task.sample(key, batch_size))
+draw_with_source = jit_by_task(Mixture.sample_with_source)
 
 
 def rows(batch):
