@@ -7,9 +7,14 @@ a process of its own: a compiler that gives up takes its process with it.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
 
 import jax
 from jax.sharding import SingleDeviceSharding
@@ -113,24 +118,60 @@ def verdict(case: Case, check: Callable[[], str]) -> tuple[bool, str]:
     return True, found
 
 
+def in_processes_of_their_own(
+    passes: Callable[[str, str], bool], pairs: Iterable[tuple[str, str]], at_once: int
+) -> list[str]:
+    """Calls ``passes(case, target)`` for every pair; returns those that failed, or died.
+
+    The processes are forked from this one, so that none has to import anything.
+    """
+    # What is imported so far has started no thread, and no device of jax.
+    context = multiprocessing.get_context("fork")
+
+    def run(pair: tuple[str, str]) -> None:
+        sys.exit(not passes(*pair))
+
+    waiting, running, failed = collections.deque(pairs), {}, []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            pair = waiting.popleft()
+            process = context.Process(target=run, args=(pair,))
+            process.start()
+            running[process.sentinel] = process, " ".join(pair)
+        for sentinel in wait(list(running)):
+            process, name = running.pop(sentinel)
+            process.join()
+            if process.exitcode < 0:
+                print(f"{name} FAILED: its process was ended by signal {-process.exitcode}")
+            if process.exitcode:
+                failed.append(name)
+    return failed
+
+
+def passes(case: Case, name: str, target: str, check: Callable[[Case, str], str]) -> bool:
+    """Checks a case for a target and prints what came of it."""
+    start = time.perf_counter()
+    passed, found = verdict(case, lambda: check(case, target))
+    seconds = time.perf_counter() - start
+    print(f"{target} {name} ({seconds:.1f} s) {'ok' if passed else 'FAILED'}: {found}", flush=True)
+    return passed
+
+
 def main(doc: str, cases: dict[str, Case], targets, check: Callable[[Case, str], str]) -> int:
-    """The command line of a module: ``--list``, or a case and optionally a target."""
+    """The command line of a module: all cases, or one, for all targets or one."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("case", nargs="?", choices=list(cases))
-    parser.add_argument("target", nargs="?", choices=list(targets), help="default: all in turn")
-    parser.add_argument("--list", action="store_true", help="print all pairs of case and target")
+    parser.add_argument("case", nargs="?", choices=list(cases), help="default: every case")
+    parser.add_argument("target", nargs="?", choices=list(targets), help="default: every target")
     arguments = parser.parse_args()
-    if arguments.list:
-        print("\n".join(f"{case} {target}" for case in cases for target in targets))
-        return 0
-    if arguments.case is None:
-        parser.error("name a case, or ask for --list")
-    case, failed = cases[arguments.case], False
-    for target in [arguments.target] if arguments.target else targets:
-        start = time.perf_counter()
-        passed, found = verdict(case, lambda target=target: check(case, target))
-        failed |= not passed
-        seconds = time.perf_counter() - start
-        word = "ok" if passed else "FAILED"
-        print(f"{target} {arguments.case} ({seconds:.1f} s) {word}: {found}", flush=True)
-    return int(failed)
+    names = [arguments.case] if arguments.case else cases
+    chosen = [arguments.target] if arguments.target else targets
+    pairs = [(name, target) for name in names for target in chosen]
+    failed = in_processes_of_their_own(
+        lambda name, target: passes(cases[name], name, target, check),
+        pairs,
+        len(os.sched_getaffinity(0)),
+    )
+    print(f"{len(pairs) - len(failed)} of {len(pairs)} compiled as they must")
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    return int(bool(failed))

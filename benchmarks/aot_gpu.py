@@ -1,6 +1,6 @@
 """Compiles the GPU kernels for real GPUs on a machine without one, and prints what they need.
 
-    python -m benchmarks.aot_gpu --list           cases and targets, a pair a line
+    python -m benchmarks.aot_gpu                  every case for every target
     python -m benchmarks.aot_gpu causal-64 H100   one of them, forward and backward
 
 It proves that the compiler takes the kernels, that they fit into shared memory and that no

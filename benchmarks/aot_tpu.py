@@ -1,6 +1,6 @@
 """Compiles the TPU kernels for real TPUs on a machine without one, and prints what they need.
 
-    python -m benchmarks.aot_tpu --list          cases and targets, a pair a line
+    python -m benchmarks.aot_tpu                 every case for every target
     python -m benchmarks.aot_tpu causal-64 v5e   one of them, forward and backward
 
 It proves that the compiler takes the kernels and that they fit into VMEM; never that their numbers

@@ -1,5 +1,8 @@
 """What gpu.sh and make test-aot say of right and wrong results, as far as a CPU can tell."""
 
+import subprocess
+import sys
+
 import pytest
 
 from attention.masks import Causal
@@ -61,3 +64,29 @@ def test_compilation_fails_where_it_must():
     assert aot.verdict(broken, lambda: _raise("registers are spilled"))[0]
     assert not aot.verdict(broken, lambda: _raise("no such device"))[0]
     assert not aot.verdict(broken, lambda: "fits")[0]
+
+
+# In a process of its own too: this one has threads, which are not forked.
+DYING = """
+import os, signal
+from benchmarks import aot
+
+def passes(case, target):
+    print(f"compiled {case} {target}", flush=True)
+    if case == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return case == "good"
+
+pairs = [(case, target) for case in ("good", "dies", "bad") for target in ("a", "b")]
+print(sorted(aot.in_processes_of_their_own(passes, pairs, at_once=2)))
+"""
+
+
+def test_every_pair_has_a_process_of_its_own_and_a_death_is_a_failure():
+    done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for pair in ("good a", "good b", "dies a", "dies b", "bad a", "bad b"):
+        assert f"compiled {pair}" in lines
+    assert "dies a FAILED: its process was ended by signal 9" in lines
+    assert lines[-1] == "['bad a', 'bad b', 'dies a', 'dies b']"

@@ -268,30 +268,6 @@ def test_make_sets_up_first(machine: Machine):
     assert machine.log.read_text().splitlines() == installed
 
 
-# Lists two cases, each for one target, and fails for one of them.
-COMPILER = f"""#!{SH}
-case "$1 $3" in
-"-m --list") echo "$2.small v5e"; echo "$2.large H100" ;;
-"-m "*) echo "$2 $3 $4" >>"$LOG"; [ "$3" != "$FAILS" ] ;;
-esac
-"""
-
-
-@pytest.mark.parametrize("fails", ["", "benchmarks.aot_tpu.small", "benchmarks.aot_gpu.large"])
-def test_every_case_is_compiled_and_one_that_fails_fails_all(machine: Machine, fails: str):
-    machine.add("python3", fake_python())
-    for tool in ("printf", "xargs"):
-        (machine.bin / tool).symlink_to(shutil.which(tool))
-    machine.run(SH, "scripts/setup.sh", "requirements-aot.txt", ".venv-aot")
-    (machine.root / ".venv-aot/bin/python").write_text(COMPILER)
-    machine.log.write_text("")
-    done = machine.run(MAKE, "test-aot", FAILS=fails)
-    assert (done.returncode == 0) == (not fails), done.stderr
-    modules = ["benchmarks.aot_tpu"] + ["benchmarks.aot_gpu"] * ("aot_tpu" not in fails)
-    wanted = [f"{m} {m}.{case}" for m in modules for case in ("large H100", "small v5e")]
-    assert sorted(machine.log.read_text().splitlines()) == sorted(wanted)
-
-
 def test_continuous_integration_runs_the_default_checks():
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
     for target in ("lint", "test"):
