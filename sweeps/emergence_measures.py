@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from analysis import emergence_table
 from analysis.ablation import Ablation, least_important_first, random_order, without
 from analysis.emergence_summary import induction_heads, previous_token_heads, summary
 from analysis.emergence_table import EmergenceTable
-from analysis.loss_by_position import in_context_learning_score
+from analysis.loss_by_position import (
+    in_context_learning_score,
+    late_less_early,
+    loss_by_position,
+)
+from models.pure import merge, split
 from tasks import Batch, evaluation_key
 from training.restore import restore
 from training.run_folder import RunFolder
@@ -22,6 +28,36 @@ def emergence(folder: RunFolder, settings: Settings) -> dict[str, float]:
     """``analysis.emergence_summary.summary`` of the run."""
     del settings
     return summary(_table(folder))
+
+
+@dataclasses.dataclass(frozen=True)
+class LateLessEarly:
+    """``late_less_early``: see ``analysis.loss_by_position``; the more negative, the more learnt.
+
+    For data on which the loss of one token says little, such as text.
+
+    Attributes:
+      sequences: of the held-out task, a multiple of 16.
+      around: positions on either side that are averaged.
+    """
+
+    sequences: int = 512
+    around: int = 11
+
+    def __call__(self, folder: RunFolder, settings: Settings) -> dict[str, float]:
+        graph, params = split(restore(folder).model)
+
+        @jax.jit
+        def loss_T(params):
+            def of_some(index):
+                batch = settings.held_out.sample(evaluation_key(settings.eval.seed, index), 16)
+                logits_BTV, _ = merge(graph, params)(batch.tokens_BT)
+                total_T, count_T = loss_by_position(logits_BTV, batch, "all")
+                return total_T / count_T
+
+            return jax.lax.map(of_some, jnp.arange(self.sequences // 16)).mean(0)
+
+        return {"late_less_early": float(late_less_early(loss_T(params), self.around))}
 
 
 @dataclasses.dataclass(frozen=True)
