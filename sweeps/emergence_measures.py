@@ -52,10 +52,10 @@ class LateLessEarly:
             def of_some(index):
                 batch = settings.held_out.sample(evaluation_key(settings.eval.seed, index), 16)
                 logits_BTV, _ = merge(graph, params)(batch.tokens_BT)
-                total_T, count_T = loss_by_position(logits_BTV, batch, "all")
-                return total_T / count_T
+                return loss_by_position(logits_BTV, batch, "all")
 
-            return jax.lax.map(of_some, jnp.arange(self.sequences // 16)).mean(0)
+            of_each = jax.lax.map(of_some, jnp.arange(self.sequences // 16))
+            return jnp.divide(*(found.sum(0) for found in of_each))
 
         return {"late_less_early": float(late_less_early(loss_T(params), self.around))}
 

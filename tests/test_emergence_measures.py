@@ -18,6 +18,7 @@ from sweeps.emergence_measures import (
 from tasks import evaluation_key
 from tests import tiny
 from training import loop
+from training.objective import LOSS_ON
 from training.restore import restore
 from training.run_folder import RunFolder
 from training.settings import OptionError, settings
@@ -113,14 +114,16 @@ def test_late_less_early_is_that_of_the_held_out_sequences(tmp_path):
     config = tiny.config(task__length=47, train__steps=2, train__eval_every=2)
     chosen, folder = settings(config), RunFolder(tmp_path / "run")
     loop.train(config, chosen, folder)
-    model, losses = restore(folder).model, []
+    model, total, count = restore(folder).model, 0, 0
     for index in range(2):
         batch = chosen.held_out.sample(evaluation_key(chosen.eval.seed, index), 16)
         logits = np.asarray(model(batch.tokens_BT)[0], np.float64)
         log_z = np.log(np.exp(logits).sum(-1))
-        losses.append(log_z - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0])
-    loss_T = np.concatenate(losses).mean(0)
-    # Tokens 4 and 44 of the 46 that are predicted.
-    expected = loss_T[43:46].mean() - loss_T[3:6].mean()
+        loss = log_z - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
+        weights = np.asarray(LOSS_ON["all"](batch))
+        total, count = total + (loss * weights).sum(0), count + weights.sum(0)
+    loss_T = total / count
+    # Tokens 4 and 45 of 47.
+    expected = loss_T[44:47].mean() - loss_T[3:6].mean()
     found = LateLessEarly(sequences=32, around=1)(folder, chosen)
     assert found == {"late_less_early": pytest.approx(expected, abs=1e-5)}
