@@ -65,7 +65,9 @@ test: setup-dev
 test-broad: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m broad $(ARGS)
 
-# What takes many seconds each: short trainings, whole sweeps, kills, a browser, a cluster.
+# What takes many seconds each: short trainings, whole sweeps, kills, a browser, a cluster. Their
+# programs run for longer than they compile, so they are optimised: see tests/conftest.py.
+test-slow: export XLA_FLAGS =
 test-slow: setup-dev
 	$(PYTHON) -m pytest -n 2 --dist loadfile -m "slow and not interpreted" $(ARGS)
 

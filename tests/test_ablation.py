@@ -24,15 +24,9 @@ def batch(rows=3, T=6, seed=0):
     return Batch(jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.asarray(weights))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    """What is compiled here runs for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module", params=["mha", "mla", "linear"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("mha", marks=pytest.mark.broad), "mla", "linear"]
+)
 def model(request):
     return decoders.decoder(request.param, vocab_size=V, num_layers=2)
 

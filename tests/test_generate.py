@@ -223,7 +223,7 @@ def test_twenty_times_the_training_length(layer):
     follows(model, prompt[0], new[0])
 
 
-@pytest.mark.parametrize("layer", [MultiHead(num_kv_heads=1), STREAMING, SMEARED], ids=str)
+@pytest.mark.parametrize("layer", [STREAMING, SMEARED], ids=str)
 def test_an_old_cache_for_a_new_prompt(layer):
     """C1: also for a shorter prompt, and where first tokens were pinned."""
     model = decoder(layer)

@@ -65,6 +65,7 @@ def test_losses_are_those_of_the_masked_model(model):
     assert not np.allclose(sinks[counted], window[counted], atol=1e-3)
 
 
+@pytest.mark.broad
 def test_positions_in_the_cache_are_those_of_what_it_holds():
     """In one layer the last of many tokens sees just what it sees of the cache's content alone."""
     model = decoders.decoder("mha", vocab_size=32)

@@ -32,8 +32,7 @@ SETTINGS = settings(CONFIG)
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_once():
-    """What is compiled here runs for milliseconds, and all runs are of the same numbers."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    """All runs are of the same numbers."""
     with pytest.MonkeyPatch.context() as patch:
         for room, make in (
             (loop, loop.make_interval),
@@ -42,7 +41,6 @@ def compile_once():
         ):
             patch.setattr(room, make.__name__, functools.cache(make))
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def train(path, watched=True):
