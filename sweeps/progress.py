@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import TextColumn
 
+from sweeps.bars import Bars, clock
 from sweeps.fairness import bill
 from sweeps.folder import SweepFolder
 from sweeps.plan import Run
@@ -21,22 +22,14 @@ _EVERY = 15.0
 _TAIL = 8192
 
 
-class SweepProgress:
-    """Tells how a sweep goes; a context manager, so that the bars are closed on an error too.
+class SweepProgress(Bars):
+    """Tells how a sweep goes.
 
     Work is counted in FLOPs, so that the time left allows for wide and for narrow points.
     """
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console()
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TextColumn("{task.fields[note]}"),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
+        super().__init__(console, TextColumn("{task.percentage:>3.0f} %"))
         self._rows: dict[str, object] = {}
         self._work: dict[str, float] = {}
         self._share: dict[str, float] = {}
@@ -45,17 +38,6 @@ class SweepProgress:
         self._whole = None
         self._said = self._start = time.monotonic()
         self._first = 0.0
-
-    def __enter__(self) -> SweepProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bars.stop()
-
-    def say(self, text: str) -> None:
-        """One line, above the bars where there are any."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, runs: Sequence[Run], missing: Sequence[Run]) -> None:
         """Says what is there already; the clock starts."""
@@ -130,7 +112,7 @@ class SweepProgress:
         if gained <= 0:
             return f"{done:.0%} of the whole"
         left = (now - self._start) / gained * (1 - done)
-        return f"{done:.0%} of the whole, {int(left) // 60}:{int(left) % 60:02d} left"
+        return f"{done:.0%} of the whole, {clock(left)} left"
 
 
 def _last_line(path: Path) -> dict | None:
