@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sweeps.lock import locked
 from sweeps.plan import Plan, Run
+from training.lock import locked
 from training.run_folder import RunFolder, differences, write_json, write_text
 from training.settings import OptionError
 

@@ -19,11 +19,11 @@ from absl import logging
 from analysis import watch
 from sweeps import packs, result
 from sweeps.folder import SweepFolder
-from sweeps.lock import locked
 from sweeps.packed import Pack, make_packed_interval, one_at_a_time, train_together
 from sweeps.study import Study, load
 from training import command, loop
 from training.checkpoint import CheckpointError
+from training.lock import locked
 from training.run_folder import write_json
 from training.settings import OptionError, settings
 

@@ -25,8 +25,8 @@ from sweeps.claims.evidence import AtLeast, Bench, Pytest, StudyEvidence, Traini
 from sweeps.claims.rows import Claims, Finding, Found, Row, Table
 from sweeps.claims.text import TextModel, WithLearnedSinks
 from sweeps.folder import SweepFolder
-from sweeps.lock import locked
 from tests.tiny_sweep import options
+from training.lock import locked
 from training.run_folder import RunFolder, write_json
 from training.settings import OptionError
 

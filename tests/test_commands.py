@@ -100,7 +100,7 @@ def test_a_run_says_how_it_goes_and_what_to_do_next(undisturbed):
 def test_a_run_folder_holds_what_it_should(undisturbed):
     folder = RunFolder(undisturbed[0])
     assert {path.name for path in folder.path.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "environment.json", "metrics.jsonl",
+        "checkpoints", "config.json", "curves.png", "environment.json", "lock", "metrics.jsonl",
         "tensorboard",
     }  # fmt: skip
     assert folder.read_config()["train"]["steps"] == 10

@@ -22,11 +22,11 @@ from sweeps.description import describe
 from sweeps.drive import drive
 from sweeps.executor import Ended
 from sweeps.folder import SweepFolder
-from sweeps.lock import locked
 from sweeps.plan import make_plan
 from sweeps.progress import SweepProgress
 from tests import tiny_sweep
 from tests.tiny_sweep import options
+from training.lock import locked
 from training.run_folder import write_json
 from training.settings import OptionError
 

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.test_optimizer import AdamWByHand
 from training import loop, step
 from training.checkpoint import CheckpointError, Checkpoints
+from training.lock import locked
 from training.restore import restore
 from training.run_folder import RunFolder
 from training.settings import OptionError, settings
@@ -516,3 +517,13 @@ def test_an_untrained_model_is_about_as_good_as_chance(tied_head):
     for counts in step.make_evaluation(chosen)(params).values():
         assert int(counts.answers) > 2000
         assert counts.ratios()["accuracy"] < 1 / 16 + 0.03
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    said = r"--workdir=.*run is in use by process \d+ on .*lock: .*wait for it, or end it"
+    with locked(folder.lock, "the run"):
+        with pytest.raises(OptionError, match=said):
+            train(folder.path)
+        assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    assert train(folder.path)[-1]["step"] == SETTINGS.train.steps

@@ -13,6 +13,7 @@ from tensorboardX import SummaryWriter
 from models.pure import merge
 from training import environment, optimizer
 from training.checkpoint import BEST_METRIC, Checkpoints
+from training.lock import locked
 from training.progress import Reporter, table
 from training.run_folder import RunFolder
 from training.settings import OptionError, Settings
@@ -70,7 +71,8 @@ def train(
       The lines of metrics.jsonl; None where the run was finished already.
 
     Raises:
-      OptionError: the folder holds something else. Nothing has been written.
+      OptionError: the folder holds something else, or another process is at work in it. Nothing
+        has been written.
       Diverged: a loss or gradient is not finite. The checkpoints before it are kept.
       CheckpointError: a checkpoint could not be saved or read.
     """
@@ -79,30 +81,39 @@ def train(
     with Checkpoints(folder.checkpoints, keep=settings.checkpoint.keep, best_metric=best) as saved:
         if steps in saved.steps():
             return None
-        state = saved.restore_latest(jax.eval_shape(lambda: init_state(settings)))
-        resumed = state is not None
-        if not resumed:
-            state = init_state(settings)
-        first = int(state.step)
+        # What cannot run is refused before there is a folder.
         implementations = _implementations(settings)
-        folder.begin(config, environment.describe(implementations, first))
-        folder.forget_metrics_after(first if resumed else -1)
-        if resumed and not any(line["step"] == first for line in folder.read_metrics()):
-            # A power cut may take the line of a checkpoint that is on the disk.
-            line = saved.metrics(first)
-            del line[BEST_METRIC]
-            folder.append_metrics({"step": first, **line})
-        chance = {task.name: task.chance for task in settings.evaluated}
-        with (
-            Reporter(first, steps, chance) as reporter,
-            SummaryWriter(str(folder.tensorboard), purge_step=first + 1) as events,
-        ):
-            if resumed:
-                reporter.say(f"resuming {folder.path} at step {first}")
-            programs = programs or (make_interval(settings), make_evaluation(settings))
-            _run(settings, folder, saved, state, resumed, reporter, events, observer, *programs)
-        saved.wait()
+        with locked(folder.lock, f"--workdir={folder.path}"):
+            # Another process may have begun since.
+            folder.check_usable_for(config)
+            _session(config, settings, folder, saved, implementations, observer, programs)
+            saved.wait()
     return folder.read_metrics()
+
+
+def _session(config, settings, folder, saved, implementations, observer, programs) -> None:
+    """From the newest checkpoint, if there is one, to the last step."""
+    state = saved.restore_latest(jax.eval_shape(lambda: init_state(settings)))
+    resumed = state is not None
+    if not resumed:
+        state = init_state(settings)
+    first = int(state.step)
+    folder.begin(config, environment.describe(implementations, first))
+    folder.forget_metrics_after(first if resumed else -1)
+    if resumed and not any(line["step"] == first for line in folder.read_metrics()):
+        # A power cut may take the line of a checkpoint that is on the disk.
+        line = saved.metrics(first)
+        del line[BEST_METRIC]
+        folder.append_metrics({"step": first, **line})
+    chance = {task.name: task.chance for task in settings.evaluated}
+    with (
+        Reporter(first, settings.train.steps, chance) as reporter,
+        SummaryWriter(str(folder.tensorboard), purge_step=first + 1) as events,
+    ):
+        if resumed:
+            reporter.say(f"resuming {folder.path} at step {first}")
+        programs = programs or (make_interval(settings), make_evaluation(settings))
+        _run(settings, folder, saved, state, resumed, reporter, events, observer, *programs)
 
 
 def _run(

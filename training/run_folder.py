@@ -26,7 +26,7 @@ class RunFolder:
     ``config.json`` resolved options · ``environment.json`` versions, device, what ran ·
     ``metrics.jsonl`` one object a line · ``checkpoints/`` · ``tensorboard/`` · ``curves.png`` ·
     ``emergence.csv``, ``emergence.png`` and ``snapshots/`` of runs that are watched ·
-    ``eval.json`` and ``accuracy_by_length.png`` from eval.py.
+    ``eval.json`` and ``accuracy_by_length.png`` from eval.py · ``lock`` who trains here.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -41,6 +41,7 @@ class RunFolder:
         self.emergence = self.path / "emergence.csv"
         self.emergence_picture = self.path / "emergence.png"
         self.evaluation = self.path / "eval.json"
+        self.lock = self.path / "lock"
         self.accuracy_by_length = self.path / "accuracy_by_length.png"
 
     def check_usable_for(self, config: Mapping) -> None:
@@ -55,7 +56,8 @@ class RunFolder:
             raise OptionError(f"--workdir={self.path} is a file; name a folder")
         if not self.config.exists():
             # A first start on a full disk may leave half a file behind.
-            if any(path.name != _temporary(self.config).name for path in self.path.iterdir()):
+            beginnings = {self.lock.name, _temporary(self.config).name}
+            if any(path.name not in beginnings for path in self.path.iterdir()):
                 raise OptionError(
                     f"--workdir={self.path} holds files but no config.json, so it is no run "
                     "folder; choose another --workdir"

@@ -1,4 +1,4 @@
-"""Locks of a sweep folder: who is at work in it, since when.
+"""Locks of a folder: who is at work in it, since when.
 
 The lock is the operating system's (``flock``), so that it ends with its process, however that
 ends; the file's text says whose it is.
