@@ -182,6 +182,7 @@ class Training:
       options: of train.py.
       bounds: what its last evaluation has to reach.
       minutes: see ``rows.Evidence``.
+      reason: it tests a reason.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Training:
     options: tuple[str, ...]
     bounds: tuple[AtLeast, ...]
     minutes: float
+    reason: bool = False
     whole = False
 
     @property
@@ -216,4 +218,4 @@ class Training:
             f"{bound.metric} {value:.3f} after {last['step']:,} steps (chance {chance:.3f}; "
             f"wanted: at least {bound.bound:g})"
         )
-        return Finding(None, bound.what, measured, value >= bound.bound)
+        return Finding(None, bound.what, measured, value >= bound.bound, self.reason)
