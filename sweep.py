@@ -34,11 +34,12 @@ flags.DEFINE_string("pack", "auto", "Runs of a point as one program: auto, on or
 def main() -> None:
     holders = {field.name: flags.FLAGS[field.name] for field in dataclasses.fields(Options)
                if field.name in flags.FLAGS}  # fmt: skip
+    config = flags.FLAGS["config"]
     present = frozenset(name for name, flag in holders.items() if flag.present)
     options = Options(
         given=present,
         base=lambda: CONFIG.value.to_dict(),
-        overrides=config_flags.get_override_values(flags.FLAGS["config"]),
+        overrides=config_flags.get_override_values(config) if config.present else {},
         **{name: flag.value for name, flag in holders.items()},
     )
     sys.exit(kinds.run(CONFIG, options))
