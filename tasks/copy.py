@@ -31,7 +31,9 @@ class Copy(StringTask):
         return self.min_length + 1
 
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
-        n_B1, string_BN = self.draw(key, batch_size, self.longest)
+        n_B1, string_BN = self.draw(
+            key, batch_size, (self.min_length, self.longest), width=self.longest
+        )
         at_1U = jnp.arange(self.length + 1)[None, :]
         # One gather lays out both copies; places without a symbol read any and are overwritten.
         source_BU = jnp.where(at_1U <= n_B1, at_1U - 1, at_1U - n_B1 - 2)

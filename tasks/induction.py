@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Self
 
 import jax
@@ -11,12 +10,13 @@ import jax.numpy as jnp
 
 from tasks.batch import Batch
 from tasks.space import Stratum
+from tasks.symbols import SymbolTask
 from tasks.task import describe, next_token_batch
-from tasks.vocabulary import NUM_SPECIAL, check_integer, check_vocabulary
+from tasks.vocabulary import check_integer, check_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Induction:
+class Induction(SymbolTask):
     """``s_1 … s_p s_1 … s_p s_1 …``; an answer is what followed the same place a period ago.
 
     The period p is uniform in [min_period, max_period], each symbol uniform and independent.
@@ -36,8 +36,6 @@ class Induction:
     name: ClassVar[str] = "induction"
     has_source: ClassVar[bool] = False
 
-    vocab_size: int
-    length: int
     min_period: int | None = None
     max_period: int | None = None
 
@@ -75,25 +73,13 @@ class Induction:
         return self.length // 2 if self.max_period is None else self.max_period
 
     @property
-    def num_symbols(self) -> int:
-        return self.vocab_size - NUM_SPECIAL
-
-    @property
-    def chance(self) -> float:
-        return 1.0 / self.num_symbols
-
-    @property
     def first_answer(self) -> int:
         return self.shortest
 
     @property
     def space(self) -> tuple[Stratum, ...]:
         """Pairs of period and block; the few blocks that are periodic themselves count twice."""
-        periods = range(self.shortest, self.longest + 1)
-        return tuple(Stratum(1 / len(periods), p * math.log2(self.num_symbols)) for p in periods)
-
-    def at_length(self, length: int) -> Self:
-        return dataclasses.replace(self, length=length)
+        return self.strata(range(self.shortest, self.longest + 1))
 
     def with_length(self, answers: int) -> Self:
         """The task with blocks of answers + 1 symbols: as many tokens as a string copied has."""
@@ -108,13 +94,8 @@ class Induction:
         return self.with_length((length - 1) // 2)
 
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
-        period_key, symbol_key = jax.random.split(key)
-        p_B1 = jax.random.randint(
-            period_key, (batch_size, 1), self.shortest, self.longest + 1, jnp.int32
-        )
-        block_BP = jax.random.randint(
-            symbol_key, (batch_size, self.longest), NUM_SPECIAL, self.vocab_size, jnp.int32
-        )
+        periods = self.shortest, self.longest
+        p_B1, block_BP = self.draw(key, batch_size, periods, width=self.longest)
         at_1U = jnp.arange(self.length + 1)[None, :]
         sequence_BU = jnp.take_along_axis(block_BP, at_1U % p_B1, axis=1)
         return next_token_batch(sequence_BU, at_1U[:, :-1] >= p_B1)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from tasks.batch import Batch
 from tasks.space import Stratum
+from tasks.symbols import SymbolTask
 from tasks.task import describe, next_token_batch
 from tasks.vocabulary import NUM_SPECIAL, check_integer, check_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Markov:
+class Markov(SymbolTask):
     """Every row is a walk along its own Markov chain on k = vocab_size - 4 symbols.
 
     The rows of a chain's transition matrix are independent Dirichlet(1, …, 1). The first symbol is
@@ -34,23 +35,11 @@ class Markov:
     name: ClassVar[str] = "markov"
     has_source: ClassVar[bool] = False
 
-    vocab_size: int
-    length: int
-
     def __post_init__(self) -> None:
         check_vocabulary(self.vocab_size, 2, self.name)
         check_integer("task.length", self.length)
         if self.length < 1:
             raise ValueError(f"task.length={self.length} must be at least 1 for markov")
-
-    @property
-    def num_symbols(self) -> int:
-        return self.vocab_size - NUM_SPECIAL
-
-    @property
-    def chance(self) -> float:
-        """1 / k: the prior treats all symbols alike, also given the current one."""
-        return 1.0 / self.num_symbols
 
     @property
     def uniform_loss(self) -> float:
@@ -65,9 +54,6 @@ class Markov:
     def space(self) -> tuple[Stratum, ...]:
         """All strings; they are not equally likely, so an overlap computed from it is a bound."""
         return (Stratum(1.0, (self.length + 1) * math.log2(self.num_symbols)),)
-
-    def at_length(self, length: int) -> Self:
-        return dataclasses.replace(self, length=length)
 
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
         chain_key, start_key, walk_key = jax.random.split(key, 3)

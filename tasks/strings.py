@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Self
 
-import jax
-import jax.numpy as jnp
-
 from tasks.space import Stratum
-from tasks.vocabulary import NUM_SPECIAL, check_integer, check_vocabulary
+from tasks.symbols import SymbolTask
+from tasks.vocabulary import check_integer, check_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class StringTask:
+class StringTask(SymbolTask):
     """A string ``s_1 … s_n``: n uniform in [min_length, longest], symbols uniform, independent.
 
     Subclasses say with ``needed`` how many tokens a string takes, and what is made of it.
@@ -33,8 +30,6 @@ class StringTask:
     around: ClassVar[int]  # tokens beside the written strings
     written: ClassVar[int]  # how often the string is written among the length tokens
 
-    vocab_size: int
-    length: int
     min_length: int = 1
     max_length: int | None = None
 
@@ -77,20 +72,8 @@ class StringTask:
         return self.fits if self.max_length is None else self.max_length
 
     @property
-    def num_symbols(self) -> int:
-        return self.vocab_size - NUM_SPECIAL
-
-    @property
-    def chance(self) -> float:
-        return 1.0 / self.num_symbols
-
-    @property
     def space(self) -> tuple[Stratum, ...]:
-        lengths = range(self.min_length, self.longest + 1)
-        return tuple(Stratum(1 / len(lengths), n * math.log2(self.num_symbols)) for n in lengths)
-
-    def at_length(self, length: int) -> Self:
-        return dataclasses.replace(self, length=length)
+        return self.strata(range(self.min_length, self.longest + 1))
 
     def with_length(self, string_length: int) -> Self:
         """The task with strings of exactly ``string_length``, in the shortest T that holds them."""
@@ -107,14 +90,3 @@ class StringTask:
     def fixed(self, length: int) -> Self:
         """The task with all answers at the same places and as long as ``length`` allows."""
         return self.with_length((length - self.around) // self.written)
-
-    def draw(self, key: jax.Array, batch_size: int, width: int) -> tuple[jax.Array, jax.Array]:
-        """Lengths n_B1, and symbols (B, width) of which the first n are the string."""
-        length_key, symbol_key = jax.random.split(key)
-        n_B1 = jax.random.randint(
-            length_key, (batch_size, 1), self.min_length, self.longest + 1, jnp.int32
-        )
-        symbols = jax.random.randint(
-            symbol_key, (batch_size, width), NUM_SPECIAL, self.vocab_size, jnp.int32
-        )
-        return n_B1, symbols

@@ -40,7 +40,9 @@ class Transduction(StringTask):
         return 0
 
     def sample(self, key: jax.Array, batch_size: int) -> Batch:
-        n_B1, symbols_BS = self.draw(key, batch_size, self.length)
+        n_B1, symbols_BS = self.draw(
+            key, batch_size, (self.min_length, self.longest), width=self.length
+        )
         at_1S = jnp.arange(self.length)[None, :]
         inside_BS = at_1S < n_B1
         # Places past the end read any symbol and are overwritten.
