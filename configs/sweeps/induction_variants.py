@@ -4,8 +4,8 @@
 
 With --pack=on about 45 minutes on 2 cores; docs/induction_variants.md has the table. Blocks of 16
 to 32 symbols repeated, and strings copied, in 64 tokens; attention only, 16 sequences a step, 500
-steps, the better of the learning rates .006 and .012. A hybrid needs two layers, so it has no row of
-one. Rows 16, 24, 25, 27 and 29 of the claims.
+steps, the better of the learning rates .006 and .012. A hybrid needs two layers, so it has no row
+of one. Rows 16, 24, 25, 27 and 29 of the claims.
 """
 
 from configs import base
