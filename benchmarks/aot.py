@@ -119,9 +119,9 @@ def verdict(case: Case, check: Callable[[], str]) -> tuple[bool, str]:
 
 
 def in_processes_of_their_own(
-    passes: Callable[[str, str], bool], pairs: Iterable[tuple[str, str]], at_once: int
+    succeeds: Callable[[str, str], bool], pairs: Iterable[tuple[str, str]], at_once: int
 ) -> list[str]:
-    """Calls ``passes(case, target)`` for every pair; returns those that failed, or died.
+    """Calls ``succeeds(case, target)`` for every pair; returns those that failed, or died.
 
     The processes are forked from this one, so that none has to import anything.
     """
@@ -129,7 +129,7 @@ def in_processes_of_their_own(
     context = multiprocessing.get_context("fork")
 
     def run(pair: tuple[str, str]) -> None:
-        sys.exit(not passes(*pair))
+        sys.exit(not succeeds(*pair))
 
     waiting, running, failed = collections.deque(pairs), {}, []
     while waiting or running:

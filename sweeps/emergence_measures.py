@@ -39,10 +39,17 @@ class LateLessEarly:
     Attributes:
       sequences: of the held-out task, a multiple of 16.
       around: positions on either side that are averaged.
+
+    Raises:
+      ValueError: not such a number of sequences.
     """
 
     sequences: int = 512
     around: int = 11
+
+    def __post_init__(self):
+        if self.sequences < 16 or self.sequences % 16:
+            raise ValueError(f"sequences={self.sequences} must be a multiple of 16")
 
     def __call__(self, folder: RunFolder, settings: Settings) -> dict[str, float]:
         graph, params = split(restore(folder).model)

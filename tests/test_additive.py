@@ -56,9 +56,7 @@ def oracle(q, k, v, a, visible, do):
     return out, dq, dk, dv, da
 
 
-# Compiled, for op by op takes longer; most of the time is compile time.
-
-
+# Compiled, for op by op takes longer.
 def attend(q, k, v, a, visible):
     q, k, v, a = (np.asarray(x, np.float32) for x in (q, k, v, a))
     return np.asarray(jax.jit(additive_attention)(q, k, v, a, visible))

@@ -134,6 +134,19 @@ def test_what_grows_as_claimed_is_confirmed():
     assert words(growing()) == dict.fromkeys(("6", "13", "21", "22", "26", "27", "28"), True)
 
 
+def test_time_is_judged_where_it_is_long():
+    """Times that do not grow at the short end refute nothing; at the long end they do."""
+    measured = growing()
+    times = measured.seconds
+    for early, late, right in ((4.0, 1.0, True), (1.0, 0.25, False)):
+        changed = dict(times)
+        for i, T in enumerate(LENGTHS):
+            factor = late if i == len(LENGTHS) - 1 else early if i == 0 else 1.0
+            changed["causal", OURS, T, "both"] = [factor * times["causal", OURS, T, "both"][0]] * 3
+        found = words(attention_rows.Measured(changed, measured.peaks))
+        assert found["21"] == found["26"] == right
+
+
 @pytest.mark.parametrize(
     ("wrong", "rows"),
     [

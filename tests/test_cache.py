@@ -33,8 +33,6 @@ def new_cache(mask, length, k, v, dtype="float32") -> KVCache:
 
 
 # Compiling the whole is cheaper than compiling each of its steps.
-
-
 @jax.jit
 def append(cache, positions, valid, new):
     return cache.append(positions, valid, **new)

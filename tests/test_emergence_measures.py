@@ -127,3 +127,6 @@ def test_late_less_early_is_that_of_the_held_out_sequences(tmp_path):
     expected = loss_T[44:47].mean() - loss_T[3:6].mean()
     found = LateLessEarly(sequences=32, around=1)(folder, chosen)
     assert found == {"late_less_early": pytest.approx(expected, abs=1e-5)}
+    for sequences in (0, 40):
+        with pytest.raises(ValueError, match=f"sequences={sequences} must be a multiple of 16"):
+            LateLessEarly(sequences=sequences)

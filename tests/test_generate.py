@@ -223,7 +223,11 @@ def test_twenty_times_the_training_length(layer):
     follows(model, prompt[0], new[0])
 
 
-@pytest.mark.parametrize("layer", [STREAMING, SMEARED], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param(MultiHead(num_kv_heads=1), marks=pytest.mark.broad), STREAMING, SMEARED],
+    ids=str,
+)
 def test_an_old_cache_for_a_new_prompt(layer):
     """C1: also for a shorter prompt, and where first tokens were pinned."""
     model = decoder(layer)

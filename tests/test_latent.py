@@ -30,9 +30,7 @@ def context(options=None, **changes):
     return Context(**{"d_model": D, "num_heads": N, "head_width": H, "rotary": rotary} | changes)
 
 
-# Compiled, for op by op takes longer; most of the time is compile time.
-
-
+# Compiled, for op by op takes longer.
 @functools.partial(jax.jit, static_argnames=("graph", "read"))
 def _run(graph, params, x, positions, options, read):
     probe = Probe(read=read)

@@ -9,6 +9,7 @@ import pytest
 
 from attention.feature_maps import FEATURE_MAPS
 from attention.linear_ops import LinearState, chunked, parallel, recurrent, weights
+from tests.attending import OPTIMISED
 from tests.oracles import chk, wave
 
 FORMS = {
@@ -81,7 +82,8 @@ def draw(B=4, T=13, N=4, K=2, M=5, E=3, seed=0):
 
 
 def run(form, qkv, state=None, **options):
-    return jax.jit(lambda qkv, state: form(*qkv, state, **options))(qkv, state)
+    run = jax.jit(lambda qkv, state: form(*qkv, state, **options), compiler_options=OPTIMISED)
+    return run(qkv, state)
 
 
 @functools.cache
@@ -300,7 +302,7 @@ def test_weights_are_the_pattern(segments, causal):
     state = np.zeros((4, 2, 5, 3)), np.zeros((4, 2, 5))
     options = {"causal": causal, "segments_BT": segments}
     q, k, v = as_float32(qkv)
-    got = jax.jit(lambda q, k: weights(q, k, **options))(q, k)
+    got = jax.jit(lambda q, k: weights(q, k, **options), compiler_options=OPTIMISED)(q, k)
     out, _, _, pattern = brute_force(*qkv, state, causal, segments)
     close(got, pattern)
     close(got.sum(-1), 1 if segments is None else np.repeat(SEGMENTS[:, None] != 0, 4, 1), 1e-6)
@@ -373,7 +375,7 @@ def test_memory_is_linear_forward_and_backward():
     def temporary_bytes(T, causal):
         inputs = [jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16)] * 3
         loss = lambda *x: chunked(*x, causal=causal)[0].astype(jnp.float32).sum()  # noqa: E731
-        step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options=OPTIMISED)
         return step.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
 
     whole = temporary_bytes(16384, True)

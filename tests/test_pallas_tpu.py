@@ -18,8 +18,6 @@ from tests import oracles
 from tests.attending import chiefly
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
-# Most of the time here is compile time.
-
 
 def call_of(q, k, v, mask, *, dtype="float32", **options) -> ops.Call:
     fields = {field.name: None for field in dataclasses.fields(ops.Call)}
