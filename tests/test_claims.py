@@ -347,6 +347,9 @@ def test_a_training_run_has_to_reach_its_bounds(tmp_path):
         "copy/accuracy 0.625 after 10 steps (chance 0.250; wanted: at least 0.625)"
     )
     assert (low.confirmed, high.confirmed) == (True, False)
+    assert not low.reason
+    tests_a_reason = Training("t", "configs/full.py", (), bounds, 1.0, reason=True)
+    assert all(finding.reason for finding in tests_a_reason.read(tmp_path).findings)
 
 
 def text_folder(path: Path, sink: float, alone: float, newline: float, learned: float) -> Path:

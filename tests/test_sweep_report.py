@@ -7,6 +7,8 @@ import dataclasses
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -266,3 +268,18 @@ def test_half_a_run_and_missing_numbers_are_no_success(tmp_path):
         result.done(run.order(), run.settings, folder, [], ["recall/accuracy"])
     with pytest.raises(result.NoResult, match="x is nan"):
         result.done(run.order(), run.settings, folder, [lambda *_: {"x": math.nan}], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [((), "--config is needed"), (("--report_only", "--workdir=configs"), "no sweep folder")],
+)
+def test_the_command_can_be_called_without_a_config(argv, said):
+    done = subprocess.run(
+        [sys.executable, "sweep.py", *argv],
+        cwd=Path(__file__).parents[1],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and said in done.stderr
+    assert done.stderr.count("\n") == 1
