@@ -11,7 +11,7 @@ import plotly.io
 from analysis.plots import COLOURS
 from sweeps import result
 from sweeps.html import Cell, badge, code, document, table, text, value
-from sweeps.pictures import curve, mean_curve
+from sweeps.pictures import curve, mean_curve, with_curves
 from sweeps.results import Results, chance_name
 from sweeps.tables import NOTE, chance_of, machine, with_chance, with_interval
 from sweeps.verdicts import Verdict
@@ -35,9 +35,11 @@ def page(results: Results, verdicts: Sequence[Verdict]) -> str:
         ]
     body += ["<h2>Results</h2>", f"<p>{escape(NOTE)} A click on a heading sorts.</p>"]
     body.append(table("points", *_points(results)))
-    body.append("<h2>Curves</h2><p>The thick line is the mean over seeds at the best learning rate,"
-                " thin ones are single runs; a click on a name hides it.</p>")  # fmt: skip
-    for i, metric in enumerate(results.metrics):
+    metrics = with_curves(results)
+    if metrics:
+        body.append("<h2>Curves</h2><p>The thick line is the mean over seeds at the best learning "
+                    "rate, thin ones are single runs; a click on a name hides it.</p>")  # fmt: skip
+    for i, metric in enumerate(metrics):
         body.append(
             plotly.io.to_html(
                 curves(results, metric),

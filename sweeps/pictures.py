@@ -22,7 +22,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     drawn = []
     if any(run.metrics for run in results.runs):
         drawn.append(draw_comparison(results, folder / "comparison.png"))
-    if any(curve(run, results.metrics[0])[0] for run in results.runs):
+    if with_curves(results):
         drawn.append(draw_curves(results, folder / "curves.png"))
     return drawn
 
@@ -65,8 +65,10 @@ def draw_comparison(results: Results, path: Path) -> Path:
 
 def draw_curves(results: Results, path: Path) -> Path:
     """A panel a metric against training tokens: the mean over seeds, and every seed thinly."""
-    metrics = results.metrics
-    figure = Figure(figsize=(1.8 + 4.2 * len(metrics), 4.2), layout="constrained")
+    metrics = with_curves(results)
+    # A line of the legend takes a sixth of an inch.
+    size = (2.4 + 4.2 * len(metrics), max(4.2, 0.5 + len(results.points) / 6))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
         for index, point in enumerate(results.points):
@@ -86,6 +88,11 @@ def draw_curves(results: Results, path: Path) -> Path:
     )
     figure.savefig(path, dpi=150)
     return path
+
+
+def with_curves(results: Results) -> list[str]:
+    """The metrics that were followed through training; others were measured once, at its end."""
+    return [name for name in results.metrics if any(curve(run, name)[0] for run in results.runs)]
 
 
 def curve(run: RunResult, metric: str) -> tuple[list[float], list[float]]:

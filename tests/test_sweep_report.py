@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from sweeps import report, result, results, tables
 from sweeps.description import describe
 from sweeps.folder import SweepFolder
-from sweeps.pictures import Scatter, Series, mean_curve
+from sweeps.pictures import Scatter, Series, mean_curve, with_curves
 from sweeps.plan import make_plan
 from sweeps.results import Sample
 from sweeps.verdicts import Above, Below, Exceeds, Outdoes, Ratio, judge
@@ -283,3 +284,10 @@ def test_the_command_can_be_called_without_a_config(argv, said):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_only_what_was_followed_has_a_curve(found):
+    """The accuracy at a length is measured once, when a run has ended."""
+    some = types.SimpleNamespace(metrics=("copy/accuracy@16", "copy/accuracy"), runs=found.runs)
+    assert all("copy/accuracy@16" in run.metrics for run in found.runs if run.metrics)
+    assert with_curves(some) == ["copy/accuracy"]
