@@ -62,9 +62,9 @@ class Measured:
 
     @property
     def alone(self) -> float:
-        """Until all have trained by themselves."""
+        """Until all have trained by themselves; the first compiles, for the others it is cached."""
         rounds = -(-self.runs // self.at_once)
-        return rounds * (self.alone_compile + self.steps * self.alone_step)
+        return self.alone_compile + rounds * self.steps * self.alone_step
 
     @property
     def packed(self) -> float:

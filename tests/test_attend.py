@@ -378,6 +378,35 @@ def test_permutation_equivariance(run, record_property):
     np.testing.assert_allclose(run(q, k[:, order], v[:, order], Full()).out, plain, atol=within)
 
 
+def test_several_softmaxes_look_at_several_places_at_once(run, record_property):
+    """Claim 14: one half of the output from each of two places, which no single softmax gives."""
+    places, first, second = 4, 1, 3
+    eye = np.eye(places)
+    target = np.concatenate([eye[first], eye[second]])
+
+    def error(out):
+        squares = (np.asarray(out, np.float64) - target) ** 2
+        return squares.sum(-1) / (target**2).sum()
+
+    k = np.stack([eye, eye], 1)[None]  # two heads, which read the same places
+    q = 40 * np.stack([eye[first], eye[second]])[None, None]
+    two = error(np.asarray(run(q, k, k, Full(), scale=1.0).out).reshape(-1)).item()
+    # One head of the whole width. Its weights are all those on a grid of steps of a tenth.
+    grid = np.indices((11,) * places).reshape(places, -1).T
+    weights = grid[grid.sum(-1) == 10] / 10
+    q = np.log(np.maximum(weights, 1e-9))[None, :, None]
+    whole = np.concatenate([eye, eye], -1)[None, :, None]
+    one = error(run(q, eye[None, :, None], whole, Full(), scale=1.0).out[0, :, 0])
+    best = weights[one.argmin()]
+    record_property("figures", f"error of two softmaxes {two:.0e}, of one {one.min():.2f} at best")
+    within = run.within(1e-5)
+    np.testing.assert_allclose(two, 0, atol=within)
+    np.testing.assert_allclose(one.min(), 0.5, atol=within)
+    np.testing.assert_array_equal(best, (eye[first] + eye[second]) / 2)
+    exact = ((weights - eye[first]) ** 2 + (weights - eye[second]) ** 2).sum(-1) / 2
+    np.testing.assert_allclose(one, exact, atol=within)
+
+
 # --- dropout --------------------------------------------------------------------------------------
 
 

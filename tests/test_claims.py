@@ -302,6 +302,8 @@ def test_tests_count_their_cases_and_hand_on_their_figures(tmp_path):
     assert (skipped.measured, skipped.confirmed) == ("0 of 1 cases pass", False)
     assert (absent.measured, absent.confirmed) == ("it has not run", False)
     assert good.row is None and good.what == evidence.links[0] == "test_some.py::test_good"
+    assert not good.reason
+    assert dataclasses.replace(evidence, reason=True).read(tmp_path).findings[0].reason
 
 
 def test_a_benchmark_hands_on_its_verdicts(tmp_path):

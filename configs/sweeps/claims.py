@@ -51,8 +51,8 @@ SINKS = WithLearnedSinks(
 )
 
 
-def _tests(row: int, *nodes: str, minutes: float = 0.2) -> Pytest:
-    return Pytest(f"tests-{row}", tuple(f"tests/test_{node}" for node in nodes), minutes)
+def _tests(row: int, *nodes: str, minutes: float = 0.2, reason: bool = False) -> Pytest:
+    return Pytest(f"tests-{row}", tuple(f"tests/test_{node}" for node in nodes), minutes, reason)
 
 
 def get_config():
@@ -127,9 +127,13 @@ def _heads():
                     "cost.py::test_h_heads_cost_as_much_as_one_of_the_whole_width"),
              ATTENTION, HEADS)),
         Row(14, "Several softmaxes can look at several places at once",
-            "1 head against 4 at equal d", (HEADS, EMERGENCE),
+            "1 head against 4 at equal d",
+            (HEADS, EMERGENCE,
+             _tests(14, "attend.py::test_several_softmaxes_look_at_several_places_at_once",
+                    reason=True)),
             "these tasks ask for one place at a time. One wide head finds it sooner than four "
-            "narrow ones; at the end of a longer training, that of emergence, they are equal."),
+            "narrow ones; at the end of a longer training, that of emergence, they are equal. "
+            "Asked for two places at once, two softmaxes give both and one gives half of each."),
         Row(15, "Heads specialise: previous-token heads, induction heads, delimiter heads",
             "head scores", (EMERGENCE, TEXT)),
         Row(16, "Induction circuit: a previous-token head in an earlier layer, an induction head in"

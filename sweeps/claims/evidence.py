@@ -33,11 +33,13 @@ class Pytest:
       name: see ``rows.Evidence``.
       nodes: "tests/test_x.py::test_y", each; cases in brackets are counted together.
       minutes: see ``rows.Evidence``.
+      reason: they test a reason.
     """
 
     name: str
     nodes: tuple[str, ...]
     minutes: float = 0.2
+    reason: bool = False
     whole = False
 
     @property
@@ -73,7 +75,7 @@ class Pytest:
         )
         counted = f"{len(passed)} of {len(mine)} cases pass" if mine else "it has not run"
         measured = "; ".join((*figures, counted))
-        return Finding(None, node, measured, 0 < len(mine) == len(passed))
+        return Finding(None, node, measured, 0 < len(mine) == len(passed), self.reason)
 
 
 def _bare(case: ElementTree.Element) -> str:
