@@ -63,7 +63,7 @@ test: setup-dev
 
 # The same checks for the variants and configs that make test leaves out.
 test-broad: setup-dev
-	$(PYTHON) -m pytest -n 2 --dist loadfile -m broad $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile -m "broad and not interpreted" $(ARGS)
 
 # What takes many seconds each: short trainings, whole sweeps, kills, a browser, a cluster. Their
 # programs run for longer than they compile, so they are optimised: see tests/conftest.py.

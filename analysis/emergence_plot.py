@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from analysis import emergence_table
 from analysis.emergence import Change, find_change, strongest_head
+from analysis.figures import new_figure, with_prefixes
 from analysis.plots import COLOURS, STYLES
 
 
@@ -23,7 +22,7 @@ def draw(table_path: Path, path: Path) -> str | None:
     prefix_RLN = table.heads("prefix_matching")
     layer, head = strongest_head(prefix_RLN)
     change = find_change(tokens, prefix_RLN[:, layer, head]) if len(tokens) > 2 else None
-    figure = Figure(figsize=(7.2, 10.4), layout="constrained")
+    figure = new_figure(7.2, 10.4)
     panels = figure.subplots(5, 1, sharex=True, height_ratios=(1.3, 1, 1.5, 1, 1.7))
     _losses(panels[0], table)
     _learning(panels[1], table)
@@ -42,7 +41,7 @@ def draw(table_path: Path, path: Path) -> str | None:
     panels[2].legend(loc="upper left", frameon=False, fontsize=8)
     _heat_map(figure, panels[4], table)
     panels[4].set_xlabel("training tokens")
-    panels[4].xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels[4].xaxis.set_major_formatter(with_prefixes())
     said = None if change is None else _in_words(change, layer, head, tokens[-1])
     title = "no head changed to prefix matching" if said is None else said.replace(": ", ":\n")
     figure.suptitle(title, fontsize=10)
@@ -51,7 +50,7 @@ def draw(table_path: Path, path: Path) -> str | None:
 
 
 def _in_words(change: Change, layer: int, head: int, last: float) -> str:
-    number = EngFormatter(places=2, sep="")
+    number = with_prefixes(places=2)
     return (
         f"prefix matching of layer {layer} head {head} rises from {change.low:.2f} to "
         f"{change.high:.2f}: half-way at {number(change.half)} tokens, 10 to 90 % within "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy import stats
 
 from analysis.emergence import LEAST_RISE, Change, find_change, strongest_head
 from analysis.emergence_table import EmergenceTable
@@ -69,6 +68,8 @@ def _beside(
     if change is not None and rise is not None:
         numbers[f"{name}_lag"] = rise.half - change.half
     if np.ptp(prefix) and np.ptp(other):
+        from scipy import stats  # it takes most of a second to load
+
         numbers[f"{name}_correlation"] = stats.spearmanr(prefix, other).statistic
     return numbers
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
+from analysis.figures import new_figure
 from attention.probe import Probe
 from models import pure
 from tasks import Batch, evaluation_key
@@ -74,9 +74,7 @@ def draw_patterns(
     """
     columns = max(weights.shape[1] for weights in patterns.values())
     size = max(2.6, 0.105 * batch.tokens_BT.shape[1] + 0.6)
-    figure = Figure(
-        figsize=(size * columns + 0.8, size * len(patterns) + 0.6), layout="constrained"
-    )
+    figure = new_figure(size * columns + 0.8, size * len(patterns) + 0.6)
     panels = figure.subplots(len(patterns), columns, squeeze=False)
     for row, (name, weights_BNTS) in zip(panels, patterns.items(), strict=True):
         queries, keys = _sequences(name, batch)

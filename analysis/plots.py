@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from analysis.figures import new_figure
 from tasks import Task
 
 # Okabe and Ito's palette, told apart by colour-blind readers; line styles differ too, for print.
@@ -16,7 +15,7 @@ STYLES = ("-", "--", "-.", ":")
 
 def draw_curves(lines: Sequence[dict], tasks: Sequence[Task], path: Path) -> None:
     """Accuracy of every task with its chance level, and the loss, against training tokens."""
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = new_figure(7, 6)
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     evaluated = [line for line in lines if f"{tasks[0].name}/accuracy" in line]
     tokens = [line["tokens"] for line in evaluated]
@@ -49,7 +48,7 @@ def draw_accuracy_by_length(rows: Sequence, path: Path) -> None:
       path: of the PNG.
     """
     names = list(dict.fromkeys(row.task for row in rows))
-    figure = Figure(figsize=(4.2 * len(names), 3.8), layout="constrained")
+    figure = new_figure(4.2 * len(names), 3.8)
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     trained = max(row.length for row in rows if row.inside)
     for axes, name in zip(panels, names, strict=True):

@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 from absl import flags
-from matplotlib.figure import Figure
 
 from analysis import streaming
+from analysis.figures import new_figure
 from analysis.plots import COLOURS, STYLES
 from training import command, progress
 from training.checkpoint import CheckpointError
@@ -79,7 +79,7 @@ def _run() -> None:
 
 def _draw(losses: dict[str, np.ndarray], trained: int, kept: int, path) -> None:
     """Loss against position, means over quarters of a doubling."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
     length = len(next(iter(losses.values())))
     edges = np.unique(np.geomspace(1, length, 4 * length.bit_length()).astype(int))

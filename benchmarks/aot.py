@@ -1,7 +1,7 @@
 """What aot_tpu.py and aot_gpu.py share: the calls that are compiled, and the command line.
 
-Devices are described, not present. Every case is compiled forward and backward, for each target in
-a process of its own: a compiler that gives up takes its process with it.
+Devices are described, not present. Cases are compiled forward and backward, for each target in a
+process of its own: a compiler that gives up takes its process with it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Case:
       temporary_bytes: the most that forward with backward may allocate besides inputs and outputs.
       tile: replaces parts of the kernels' own plan.
       fails: what the check must find wrong; a check that lets this case pass is broken.
+      targets: those that suffice, for what asks most of one of them; empty: each is needed.
     """
 
     mask: Mask
@@ -50,6 +51,7 @@ class Case:
     temporary_bytes: int | None = None
     tile: tuple[tuple[str, object], ...] = ()
     fails: str = ""
+    targets: tuple[str, ...] = ()
 
 
 def traced(case: Case, kernels, device):
@@ -148,6 +150,13 @@ def in_processes_of_their_own(
     return failed
 
 
+def needed(case: Case, targets: Iterable[str]) -> list[str]:
+    """The targets that a case has to be compiled for."""
+    unknown = set(case.targets) - set(targets)
+    assert not unknown, f"a case names {unknown}; the targets are {list(targets)}"
+    return [target for target in targets if target in (case.targets or targets)]
+
+
 def passes(case: Case, name: str, target: str, check: Callable[[Case, str], str]) -> bool:
     """Checks a case for a target and prints what came of it."""
     start = time.perf_counter()
@@ -161,11 +170,16 @@ def main(doc: str, cases: dict[str, Case], targets, check: Callable[[Case, str],
     """The command line of a module: all cases, or one, for all targets or one."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("case", nargs="?", choices=list(cases), help="default: every case")
-    parser.add_argument("target", nargs="?", choices=list(targets), help="default: every target")
+    parser.add_argument(
+        "target", nargs="?", choices=list(targets), help="default: those that the case needs"
+    )
     arguments = parser.parse_args()
-    names = [arguments.case] if arguments.case else cases
-    chosen = [arguments.target] if arguments.target else targets
-    pairs = [(name, target) for name in names for target in chosen]
+    names = [arguments.case] if arguments.case else list(cases)
+    pairs = [
+        (name, target)
+        for name in names
+        for target in ([arguments.target] if arguments.target else needed(cases[name], targets))
+    ]
     failed = in_processes_of_their_own(
         lambda name, target: passes(cases[name], name, target, check),
         pairs,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-from matplotlib.figure import Figure
 
+from analysis.figures import new_figure
 from analysis.plots import COLOURS, STYLES
 from training.run_folder import write_json
 
@@ -109,7 +109,7 @@ def draw(
     A name looks the same in every panel.
     """
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    figure = Figure(figsize=(5.5 * len(panels), 5.2), layout="constrained")
+    figure = new_figure(5.5 * len(panels), 5.2)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, lines) in zip(grid, panels.items(), strict=True):
         for name, points in lines.items():

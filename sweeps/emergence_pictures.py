@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from analysis import emergence_table
 from analysis.emergence import strongest_head
+from analysis.figures import new_figure, with_prefixes
 from analysis.plots import COLOURS, STYLES
 from sweeps.folder import SweepFolder
 from sweeps.pictures import MARKERS, clean, mean_curve, style
@@ -38,7 +37,7 @@ class EmergenceCurves:
         points = [[results.point(name) for name in column] for column in self.columns]
         if not any(_tables(sweep, point) for column in points for point in column):
             return []
-        figure = Figure(figsize=(4.4 * len(points), 7.6), layout="constrained")
+        figure = new_figure(4.4 * len(points), 7.6)
         panels = figure.subplots(3, len(points), sharex="col", sharey="row", squeeze=False)
         for column, rows in zip(points, panels.T, strict=True):
             for index, point in enumerate(column):
@@ -49,7 +48,7 @@ class EmergenceCurves:
             rows[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False,
                            fontsize=8)  # fmt: skip
             rows[-1].set_xlabel("training tokens")
-            rows[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+            rows[-1].xaxis.set_major_formatter(with_prefixes())
         names = ("prefix matching", "previous token", "in-context learning\n(nats)")
         for axes, label in zip(panels[:, 0], names, strict=True):
             axes.set_ylabel(label)
@@ -109,7 +108,7 @@ class PruningCurves:
         points = [results.point(name) for name in self.points]
         if not any(_removed(point, "importance") for point in points):
             return []
-        figure = Figure(figsize=(4.4 * len(points), 3.6), layout="constrained")
+        figure = new_figure(4.4 * len(points), 3.6)
         panels = figure.subplots(1, len(points), sharey=True, squeeze=False)[0]
         for axes, point in zip(panels, points, strict=True):
             for index, (order, label) in enumerate(
@@ -162,7 +161,7 @@ class ByVariant:
         variants = list(dict.fromkeys(point.labels[0] for point in results.points))
         ways = list(dict.fromkeys(point.labels[1:] for point in results.points))
         size = (1.8 + 2.5 * len(self.numbers), 1.4 + 0.42 * len(variants))
-        figure = Figure(figsize=size, layout="constrained")
+        figure = new_figure(*size)
         panels = figure.subplots(1, len(self.numbers), sharey=True, squeeze=False)[0]
         for axes, (number, title) in zip(panels, self.numbers, strict=True):
             for point in results.points:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
+from analysis.figures import new_figure
 from analysis.plots import COLOURS, STYLES
 from sweeps.results import PointResult, Results, RunResult
 
@@ -39,7 +39,7 @@ def draw_comparison(results: Results, path: Path) -> Path:
     """A panel a metric, a line a point: every seed, the mean and its bootstrap interval."""
     metrics, points = results.metrics, results.points
     size = (1.2 + 3.4 * len(metrics), 1.2 + 0.28 * len(points))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
         for at, point in enumerate(points):
@@ -68,7 +68,7 @@ def draw_curves(results: Results, path: Path) -> Path:
     metrics = with_curves(results)
     # A line of the legend takes a sixth of an inch.
     size = (2.4 + 4.2 * len(metrics), max(4.2, 0.5 + len(results.points) / 6))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     panels = figure.subplots(1, len(metrics), squeeze=False)[0]
     for axes, metric in zip(panels, metrics, strict=True):
         for index, point in enumerate(results.points):
@@ -132,7 +132,7 @@ class Scatter:
                 series.setdefault(point.labels[0], []).append(point)
         if not series:
             return []
-        figure = Figure(figsize=(7, 4.4), layout="constrained")
+        figure = new_figure(7, 4.4)
         axes = figure.subplots()
         for index, (name, points) in enumerate(series.items()):
             points = sorted(points, key=lambda point: point.sample(self.x).mean)
@@ -175,7 +175,7 @@ class Series:
     chance: float | None = None
 
     def __call__(self, results: Results, folder: Path) -> list[Path]:
-        figure = Figure(figsize=(7, 4.4), layout="constrained")
+        figure = new_figure(7, 4.4)
         axes = figure.subplots()
         lengths: set[int] = set()
         for index, point in enumerate(results.points):

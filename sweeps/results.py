@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from sweeps import result
 from sweeps.folder import SweepFolder
@@ -70,6 +69,8 @@ class Sample:
             return None
         if len(set(self.values)) == 1:
             return self.values[0], self.values[0]
+        from scipy import stats  # it takes most of a second to load
+
         found = stats.bootstrap(
             (self.values,), np.mean, n_resamples=_RESAMPLES, method="percentile",
             rng=np.random.default_rng(0),

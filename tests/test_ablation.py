@@ -25,7 +25,8 @@ def batch(rows=3, T=6, seed=0):
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("mha", marks=pytest.mark.broad), "mla", "linear"]
+    scope="module",
+    params=["mha", *(pytest.param(name, marks=pytest.mark.broad) for name in ("mla", "linear"))],
 )
 def model(request):
     return decoders.decoder(request.param, vocab_size=V, num_layers=2)

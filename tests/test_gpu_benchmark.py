@@ -89,3 +89,11 @@ def test_every_pair_has_a_process_of_its_own_and_a_death_is_a_failure():
         assert f"compiled {pair}" in done.stdout
     assert "dies a FAILED: its process was ended by signal 9" in done.stdout
     assert done.stdout.splitlines()[-1] == "['bad a', 'bad b', 'dies a', 'dies b']"
+
+
+def test_a_case_is_compiled_for_the_targets_that_it_needs():
+    everywhere, once = aot.Case(Causal()), aot.Case(Causal(), targets=("b",))
+    assert aot.needed(everywhere, {"a": 1, "b": 2}) == ["a", "b"]
+    assert aot.needed(once, {"a": 1, "b": 2}) == ["b"]
+    with pytest.raises(AssertionError, match="the targets are"):
+        aot.needed(once, {"a": 1})

@@ -34,7 +34,7 @@ from tests.variants import VARIANTS
 
 # One of every class of variant, with the options that ask most of it.
 ALWAYS = {
-    "gqa", "window", "full", "longformer global", "prefix", "cross", "linear", "mla query latent",
+    "gqa", "window", "longformer global", "prefix", "cross", "linear", "mla query latent",
     "additive window",
 }  # fmt: skip
 
