@@ -15,7 +15,7 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 flags.DEFINE_string("workdir", None, "Sweep folder; default runs/sweeps/<name>.")
 flags.DEFINE_bool("dry_run", False, "List the points with cost and time; run nothing.")
-flags.DEFINE_string("only", None, "Only the points, runs or claims that match, such as 'mha*'.")
+flags.DEFINE_string("only", None, "Only the points, runs or claims that match, such as 'mha* mla'.")
 flags.DEFINE_integer("point", None, "Run one point, by its number in --dry_run.")
 flags.DEFINE_string("seeds", None, "How many seeds, such as 8, or a list, such as 0,3,7.")
 flags.DEFINE_string("equal", None, "Make points equal in parameters or cache_bytes.")

@@ -86,22 +86,34 @@ class Plan:
     def runs(self) -> tuple[Run, ...]:
         return tuple(run for point in self.points for run in point.runs)
 
-    def only(self, pattern: str) -> Plan:
-        """The points whose name, and else the runs whose name, matches a shell pattern.
+    def only(self, patterns: str) -> Plan:
+        """The points whose name, and else the runs whose name, matches one of several patterns.
+
+        Args:
+          patterns: shell patterns, a space between two (names have commas).
 
         Raises:
-          OptionError: nothing matches.
+          OptionError: one of them matches nothing.
         """
-        kept = []
-        for point in self.points:
-            whole = fnmatch.fnmatchcase(point.name, pattern)
-            runs = tuple(r for r in point.runs if whole or fnmatch.fnmatchcase(r.name, pattern))
-            if runs:
-                kept.append(dataclasses.replace(point, runs=runs))
-        if not kept:
-            names = ", ".join(point.name for point in self.points)
-            raise OptionError(f"--only={pattern} matches no point; there are {names}")
-        return Plan(tuple(kept))
+        kept: set[str] = set()
+        for pattern in patterns.split() or [patterns]:
+            found = {
+                run.name
+                for point in self.points
+                for run in point.runs
+                if any(fnmatch.fnmatchcase(name, pattern) for name in (point.name, run.name))
+            }
+            if not found:
+                names = ", ".join(point.name for point in self.points)
+                raise OptionError(
+                    f"--only={patterns}: no point matches {pattern!r}; there are {names}"
+                )
+            kept |= found
+        chosen = (
+            dataclasses.replace(point, runs=tuple(r for r in point.runs if r.name in kept))
+            for point in self.points
+        )
+        return Plan(tuple(point for point in chosen if point.runs))
 
     def at(self, index: int) -> Plan:
         """One point of the list.

@@ -160,8 +160,13 @@ def test_points_are_chosen_by_pattern_and_by_number():
     assert [run.seed for run in some.runs] == [1] * 4
     assert [point.index for point in found.only("mqa*").points] == [2, 3]
     assert found.at(3).points == (found.points[3],)
-    with pytest.raises(OptionError, match=r"gqa\* matches no point; there are mha,d_model=32"):
-        found.only("gqa*")
+    some = found.only("mha,d_model=64 mqa*,seed=1")
+    assert [len(point.runs) for point in some.points] == [2, 1, 1]
+    said = r"--only=mqa\* gqa\*: no point matches 'gqa\*'; there are mha,d_model=32"
+    with pytest.raises(OptionError, match=said):
+        found.only("mqa* gqa*")
+    with pytest.raises(OptionError, match="no point matches ''"):
+        found.only("")
     for wrong in (4, -1):
         with pytest.raises(OptionError, match=f"--point must be from 0 to 3, got {wrong}"):
             found.at(wrong)

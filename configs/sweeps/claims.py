@@ -2,7 +2,7 @@
 
     python sweep.py --config=configs/sweeps/claims.py
 
-Planned for 44 minutes on 2 cores. It needs what requirements-dev.txt installs, for the tests.
+Planned for 42 minutes on 2 cores. It needs what requirements-dev.txt installs, for the tests.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ from sweeps.claims.text import TextModel, WithLearnedSinks
 _PLAIN = "--config.model.pattern=mha"
 
 VARIANTS = StudyEvidence("variants", ("--seeds=1",), 9.0)
-COPYING = StudyEvidence("copying", ("--seeds=1", "--only=[rlh]*"), 7.0)
+COPYING = StudyEvidence("copying", ("--seeds=1", "--only=rope linear hybrid"), 4.0)
 HEADS = StudyEvidence("heads", ("--seeds=1",), 3.0)
 EMERGENCE = StudyEvidence("emergence", ("--seeds=3",), 9.5)
 
