@@ -167,7 +167,7 @@ def passes(case: Case, name: str, target: str, check: Callable[[Case, str], str]
 
 
 def main(doc: str, cases: dict[str, Case], targets, check: Callable[[Case, str], str]) -> int:
-    """The command line of a module: all cases, or one, for all targets or one."""
+    """The command line of a module: all cases, or one, for the targets it needs or one."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("case", nargs="?", choices=list(cases), help="default: every case")
     parser.add_argument(

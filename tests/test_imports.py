@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,3 +149,13 @@ def test_commands_are_not_imported():
     """Two files that both define --config cannot be imported in one process."""
     for module in MODULES:
         assert not {"train", "eval", "sweep"} & set(imported(module))
+
+
+def test_no_command_loads_what_draws_before_it_draws():
+    """Half a second and more, which every start would wait for."""
+    code = (
+        "import sys, train, sweeps.command, sweeps.worker; "
+        "print([name for name in ('matplotlib', 'scipy.stats') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -126,16 +126,17 @@ class Claims:
         return tuple(dict.fromkeys(each for row in self.rows for each in row.evidence))
 
     def only(self, patterns: str) -> tuple[Row, ...]:
-        """The rows whose number matches one of several shell patterns, a comma between two.
+        """The rows whose number matches one of several shell patterns.
+
+        Args:
+          patterns: with commas or spaces between.
 
         Raises:
           OptionError: one of them matches none.
         """
         kept = []
-        for pattern in patterns.split(","):
-            found = [
-                row for row in self.rows if fnmatch.fnmatchcase(str(row.number), pattern.strip())
-            ]
+        for pattern in patterns.replace(",", " ").split() or [patterns]:
+            found = [row for row in self.rows if fnmatch.fnmatchcase(str(row.number), pattern)]
             if not found:
                 known = ", ".join(str(row.number) for row in self.rows)
                 raise OptionError(f"--only={patterns}: no row is {pattern!r}; there are {known}")
