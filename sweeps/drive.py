@@ -81,6 +81,8 @@ class _Session:
         self.folder, self.executor, self.progress = folder, executor, progress
         self.retries, self.pack, self.at_once = retries, pack, 1
         self.deaths: collections.Counter[str] = collections.Counter()
+        # Packs that were measured and are slower than their runs by themselves, with their names.
+        self.slower: dict[str, packs.Measured] = {}
         self.running: dict[str, Task] = {}
         # Failures that could not be written down, because the disk is full.
         self.unwritten: dict[str, str] = {}
@@ -90,7 +92,12 @@ class _Session:
         self.at_once = max(1, self.executor.slots // max(1, len(tasks)))
         while waiting or self.running:
             while waiting and len(self.running) < self.executor.slots:
-                self._start(waiting.popleft())
+                task = waiting.popleft()
+                if loser := self._slower_than_alone(task):
+                    why = f"one program was slower for {loser}, which is no heavier"
+                    waiting.extend(self._each(task.runs, why))
+                else:
+                    self._start(task)
             for ended in self.executor.wait(_LOOK):
                 waiting.extend(self._ended(ended))
             self.progress.look(self.folder)
@@ -135,7 +142,7 @@ class _Session:
             self.deaths[task.runs[0].name] += 1
             return self._again([Task(tuple(without))], f"{ended.died}; from the last checkpoint")
         if not ended.died and len(task.runs) > 1 and self._was_slower(task):
-            return self._again([Task((run,)) for run in without], "one program would be slower")
+            return self._each(without, "one program would be slower, as measured")
         for run in without:
             self._fail(run, ended.died or _last_words(ended.job))
         return []
@@ -146,10 +153,26 @@ class _Session:
                 self.progress.again(run, why)
         return tasks
 
+    def _each(self, runs: Sequence[Run], why: str) -> list[Task]:
+        """The runs of a pack, each by itself."""
+        self.progress.apart(runs, why)
+        return [Task((run,)) for run in runs]
+
     def _was_slower(self, task: Task) -> bool:
         """Whether a pack has not been trained because its runs are faster by themselves."""
         path = self.folder.pack(task.name)
-        return path.exists() and not json.loads(path.read_text())["packed"]
+        found = json.loads(path.read_text()) if path.exists() else {"packed": True}
+        if not found["packed"]:
+            self.slower[task.name] = packs.Measured.of(found)
+        return not found["packed"]
+
+    def _slower_than_alone(self, task: Task) -> str:
+        """The pack, measured in this session, that lets one expect no gain of this; "" if none."""
+        if self.pack != "auto" or len(task.runs) == 1:
+            return ""
+        flops, steps = packs.weight(task.runs)
+        losers = (n for n, m in self.slower.items() if m.decides(len(task.runs), steps, flops))
+        return next(losers, "")
 
     def _read(self, run: Run) -> dict | None:
         with contextlib.suppress(OptionError):

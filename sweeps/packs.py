@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sweeps.fairness import bill
 from sweeps.plan import Run
 from training.settings import Settings
 from training.step import init_state, make_interval
@@ -23,15 +24,25 @@ _STEPS = 4
 
 
 def group(runs: Sequence[Run], mode: str) -> list[tuple[Run, ...]]:
-    """The runs, those together that differ only in seed and learning rate, unless mode is "off"."""
+    """The runs, those together that differ only in seed and learning rate, unless mode is "off".
+
+    Where each way is to be measured the lightest come first: where they lose, heavier ones do.
+    """
     if mode == "off":
         return [(run,) for run in runs]
     by_program: dict[Settings, list[Run]] = {}
     for run in runs:
         by_program.setdefault(program_of(run.settings), []).append(run)
-    return [
+    packs = [
         tuple(same[i : i + MOST]) for same in by_program.values() for i in range(0, len(same), MOST)
     ]
+    return sorted(packs, key=weight) if mode == "auto" else packs
+
+
+def weight(pack: Sequence[Run]) -> tuple[int, int]:
+    """FLOPs of a step of one run, and its steps."""
+    settings = pack[0].settings
+    return bill(settings).flops_per_step, settings.train.steps
 
 
 def program_of(settings: Settings) -> Settings:
@@ -47,14 +58,18 @@ class Measured:
     Attributes:
       runs: how many.
       steps: of a run.
+      flops: of a step of one run, as ``fairness.Bill`` counts them.
       at_once: how many of them could train at the same time, each in a process of its own.
+      start: of a process, until it can compile.
       alone_compile, alone_step: of one run by itself.
       packed_compile, packed_step: of all as one program.
     """
 
     runs: int
     steps: int
+    flops: int
     at_once: int
+    start: float
     alone_compile: float
     alone_step: float
     packed_compile: float
@@ -64,17 +79,32 @@ class Measured:
     def alone(self) -> float:
         """Until all have trained by themselves; the first compiles, for the others it is cached."""
         rounds = -(-self.runs // self.at_once)
-        return self.alone_compile + rounds * self.steps * self.alone_step
+        return self.alone_compile + rounds * (self.start + self.steps * self.alone_step)
 
     @property
     def packed(self) -> float:
         """Until all have trained as one program."""
-        return self.packed_compile + self.steps * self.packed_step
+        return self.start + self.packed_compile + self.steps * self.packed_step
 
     @property
     def pays(self) -> bool:
         """Whether one program is faster."""
         return self.packed < self.alone
+
+    def decides(self, runs: int, steps: int, flops: int) -> bool:
+        """Whether a pack of ``runs``, not measured, is known to be slower since this one is.
+
+        What a pack saves are starts of processes, one for each run; what it loses, it loses in
+        every step, and more in longer ones.
+        """
+        loses = self.packed_step > -(-self.runs // self.at_once) * self.alone_step
+        heavier = steps >= self.steps and flops >= self.flops
+        return not self.pays and loses and heavier and runs <= self.runs
+
+    @classmethod
+    def of(cls, record: Mapping) -> Measured:
+        """What ``record`` was made of."""
+        return cls(**{field.name: record[field.name] for field in dataclasses.fields(cls)})
 
     def record(self) -> dict:
         """As JSON."""
@@ -82,12 +112,12 @@ class Measured:
         return found | dataclasses.asdict(self)
 
 
-def measure(runs: Sequence[Settings], at_once: int, packed: Callable) -> Measured:
+def measure(runs: Sequence[Settings], at_once: int, start: float, packed: Callable) -> Measured:
     """Times both ways on this process's share of the machine.
 
     Args:
       runs: of the pack.
-      at_once: as in ``Measured``.
+      at_once, start: as in ``Measured``.
       packed: the program of all, which is compiled by this and can be used afterwards.
     """
     states = tuple(jax.jit(functools.partial(init_state, run))() for run in runs)
@@ -101,7 +131,7 @@ def measure(runs: Sequence[Settings], at_once: int, packed: Callable) -> Measure
 
     packed_compile, packed_step = time_steps(take, states, runs[0])
     return Measured(
-        len(runs), runs[0].train.steps, at_once,
+        len(runs), runs[0].train.steps, bill(runs[0]).flops_per_step, at_once, start,
         alone_compile, alone_step, packed_compile, packed_step,
     )  # fmt: skip
 

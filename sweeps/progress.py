@@ -68,6 +68,13 @@ class SweepProgress(Bars):
         self._drop(run)
         self.say(f"again     {run.name}: {why}")
 
+    def apart(self, runs: Sequence[Run], why: str) -> None:
+        """Runs of a pack will be trained each by itself."""
+        for run in runs:
+            self._drop(run)
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        self.say(f"apart     {runs[0].name}{more}: {why}")
+
     def ended(self, run: Run, error: str) -> None:
         """A run has succeeded, or failed with an error."""
         self._drop(run)

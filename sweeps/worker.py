@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,16 +89,18 @@ def train(
 
 
 def train_pack(job: Mapping, runs: Sequence[Mapping], folder: SweepFolder, study: Study) -> None:
-    """Trains runs as one program; not at all where it is to be faster and is not.
+    """Trains runs as one program; where it is to be faster and is not, the first of them alone.
 
-    What was measured is in the folder's ``packs``, for whoever has to train them otherwise.
+    What was measured is in the folder's ``packs``, for whoever has to train the others.
     """
+    start = time.process_time()
     typed = [settings(run["config"]) for run in runs]
     packed = make_packed_interval(typed)
-    measured = packs.measure(typed, job["at_once"], packed)
+    measured = packs.measure(typed, job["at_once"], start, packed)
     packing = measured.pays or job["pack"] == "on"
     write_json(folder.pack(job["name"]), {"packed": packing, **measured.record()})
     if not packing:
+        train(runs[0], folder, study)
         return
     pack = Pack(typed, packed)
     # What a step of the pack takes is not comparable with the steps of other runs.

@@ -35,6 +35,13 @@ PLAN = make_plan(STUDY, tiny_sweep.get_config().to_dict())
 NAMES = [run.name for run in PLAN.runs]
 
 
+# A pack of two small runs, each step of which is slower than the steps of the two.
+SLOWER = packs.Measured(
+    runs=2, steps=10, flops=0, at_once=1, start=1.0, alone_compile=1.0, alone_step=0.1,
+    packed_compile=2.0, packed_step=0.3,
+)  # fmt: skip
+
+
 class Trainer:
     """Jobs end as soon as they have begun, each as the next of its endings says.
 
@@ -63,7 +70,7 @@ class Trainer:
             elif ending != "declined":
                 write_json(self.folder.result(run["name"]), result.failed(run, ending))
             else:
-                write_json(self.folder.pack(order["name"]), {"packed": False})
+                write_json(self.folder.pack(order["name"]), {"packed": False, **SLOWER.record()})
         self.ended.append(Ended(job, died))
 
     def wait(self, seconds):
@@ -153,12 +160,29 @@ def test_a_full_disk_loses_no_other_run_and_no_error(folder):
 
 
 def test_runs_of_a_point_are_packed_and_unpacked_where_that_is_slower(folder):
-    trainer = Trainer(folder, **{name: ["declined", "done"] for name in NAMES[:2]})
+    """The lightest are measured first; its process trains the first run of a pack that loses."""
+    trainer = Trainer(folder, **{NAMES[3]: ["declined", "done"]})
     outcome, said = go(folder, trainer, pack="auto")
-    assert trainer.started == [NAMES[:2], NAMES[2:], [NAMES[0]], [NAMES[1]]]
+    assert trainer.started == [NAMES[2:], NAMES[:2], [NAMES[3]]]
     assert outcome.done == tuple(NAMES)
-    assert "one program would be slower" in said
+    assert f"apart     {NAMES[3]}: one program would be slower, as measured" in said
     assert f"{NAMES[2]} and 1 more as one program" in said
+
+
+def test_a_pack_that_is_no_lighter_than_one_that_loses_is_not_tried(folder):
+    trainer = Trainer(folder, **{NAMES[3]: ["declined", "done"]})
+    trainer.slots = 1
+    outcome, said = go(folder, trainer, pack="auto")
+    assert trainer.started == [NAMES[2:], [NAMES[3]], [NAMES[0]], [NAMES[1]]]
+    assert outcome.done == tuple(NAMES)
+    lost = f"one program was slower for {NAMES[2]},and 1 more, which is no heavier"
+    assert f"apart     {NAMES[0]} and 1 more: {lost}" in said
+    # Asked for, they are packed whatever was measured.
+    for name in NAMES:
+        folder.result(name).unlink()
+    trainer = Trainer(folder)
+    go(folder, trainer, pack="on")
+    assert trainer.started == [NAMES[:2], NAMES[2:]]
 
 
 def test_a_pack_that_dies_goes_on_as_a_pack_without_what_is_done(folder):
@@ -174,7 +198,9 @@ def test_packs_hold_what_differs_in_seed_and_learning_rate_only():
     study = dataclasses.replace(STUDY, learning_rates=(1e-3, 1e-2))
     plan = make_plan(study, tiny_sweep.get_config().to_dict())
     assert [len(group) for group in packs.group(plan.runs, "on")] == [4, 4]
-    assert {run.point for run in packs.group(plan.runs, "auto")[0]} == {"gqa"}
+    assert {run.point for run in packs.group(plan.runs, "on")[0]} == {"gqa"}
+    lightest_first = packs.group(plan.runs, "auto")
+    assert [{run.point for run in group} for group in lightest_first] == [{"mqa"}, {"gqa"}]
     assert [len(group) for group in packs.group(plan.runs, "off")] == [1] * 8
     many = make_plan(study, tiny_sweep.get_config().to_dict(), seeds=range(9)).at(0)
     assert [len(group) for group in packs.group(many.runs, "on")] == [16, 2]
@@ -182,13 +208,29 @@ def test_packs_hold_what_differs_in_seed_and_learning_rate_only():
 
 def test_packing_pays_where_all_runs_are_ready_earlier():
     measured = packs.Measured(
-        runs=4, steps=100, at_once=1, alone_compile=2.0, alone_step=0.1, packed_compile=3.0,
-        packed_step=0.3,
+        runs=4, steps=100, flops=10, at_once=1, start=5.0, alone_compile=2.0, alone_step=0.1,
+        packed_compile=3.0, packed_step=0.3,
     )  # fmt: skip
-    assert measured.alone == 2 + 4 * 10 and measured.packed == 33 and measured.pays
-    # Two at a time take their steps in half the time.
-    assert not dataclasses.replace(measured, at_once=2).pays
-    assert dataclasses.replace(measured, at_once=2).record()["seconds_alone"] == 22
+    assert measured.alone == 2 + 4 * (5 + 10) and measured.packed == 5 + 33 and measured.pays
+    # Two at a time take their steps, and start, in half the time.
+    two = dataclasses.replace(measured, at_once=2)
+    assert two.record()["seconds_alone"] == 2 + 2 * (5 + 10) < two.record()["seconds_packed"]
+    assert not two.pays and packs.Measured.of(two.record()) == two
+
+
+def test_a_pack_that_loses_decides_only_where_more_is_lost():
+    measured = dataclasses.replace(SLOWER, flops=100, steps=100, runs=4, packed_step=0.5)
+    assert measured.packed > measured.alone
+    assert measured.decides(runs=4, steps=100, flops=100)
+    assert measured.decides(runs=2, steps=200, flops=300)
+    assert not measured.decides(runs=5, steps=100, flops=100)  # more starts are saved
+    assert not measured.decides(runs=4, steps=99, flops=100)
+    assert not measured.decides(runs=4, steps=100, flops=99)
+    # Where it is compiling that costs too much, longer runs may gain.
+    slow = dataclasses.replace(measured, packed_step=0.39, packed_compile=60.0)
+    assert not slow.pays and not slow.decides(runs=4, steps=100, flops=100)
+    gains = dataclasses.replace(measured, start=10.0)
+    assert gains.pays and not gains.decides(runs=4, steps=100, flops=100)
 
 
 def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
