@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 
 from sweeps.executor import ROOT, Ended, Job, how_it_ended, start_process
 from training.settings import OptionError
 
 _PAUSE = 0.2
+# Ray has a queue of its own, and is given all jobs.
+_QUEUE = 10_000
 # Seconds for the cluster's head to answer.
 _REACH = 10.0
 
@@ -23,13 +26,18 @@ class RayExecutor:
     Args:
       address: of the cluster's head, as ``ray.init`` takes it; "auto" finds one on this machine.
       cores, gpus, memory: what a run asks for; memory in GiB. 0 asks for none.
-      retries: how often Ray starts a job again whose node or worker was lost.
 
     Raises:
-      OptionError: Ray is not installed, or there is no cluster at that address.
+      OptionError: Ray is not installed, there is no cluster at that address, or no cluster can
+        give a run what it asks for.
     """
 
-    def __init__(self, address: str, cores: int, gpus: float, memory: float, retries: int):
+    def __init__(self, address: str, cores: int, gpus: float, memory: float):
+        asked = {"cores_per_run": cores, "gpus_per_run": gpus, "memory_per_run": memory}
+        for name, value in asked.items():
+            if value < (name == "cores_per_run"):
+                least = "at least 1" if name == "cores_per_run" else "0 or more"
+                raise OptionError(f"--{name} must be {least}, got {value}")
         try:
             import ray
         except ImportError:
@@ -49,10 +57,16 @@ class RayExecutor:
                 f"--ray_address={address}: no Ray cluster answers there ({error}); "
                 "start one with `ray start --head`"
             ) from None
-        self.slots = 10_000  # Ray has a queue of its own
+        asked = {"CPU": cores, "GPU": gpus, "memory": int(memory * 2**30)}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.parallel = sum(_fits(node, asked) for node in nodes)
+        if not self.parallel:
+            wanted = ", ".join(f"{value:g} {name}" for name, value in asked.items() if value)
+            print(f"no node of the cluster has what a run asks for ({wanted}); waiting for one")
+        self.slots = _QUEUE
+        # The driver starts what is lost again, elsewhere and from its last checkpoint.
         self._train = ray.remote(
-            num_cpus=cores, num_gpus=gpus, memory=int(memory * 2**30) or None,
-            max_retries=retries,
+            num_cpus=cores, num_gpus=gpus, memory=asked["memory"] or None, max_retries=0,
         )(_train)  # fmt: skip
         self._cores, self._running = cores, {}
 
@@ -71,8 +85,9 @@ class RayExecutor:
         job = self._running.pop(reference)
         try:
             return Ended(job, self._ray.get(reference))
+        except self._ray.exceptions.RayTaskError as error:
+            return Ended(job, f"a node could not start it: {_last_line(error.cause or error)}")
         except self._ray.exceptions.RayError as error:
-            # Ray has tried as often as it may.
             return Ended(job, f"the cluster lost it: {str(error).splitlines()[0]}")
 
     def stop(self) -> None:
@@ -80,6 +95,15 @@ class RayExecutor:
             self._ray.cancel(reference, force=True)
         self._running = {}
         self._ray.shutdown()
+
+
+def _fits(node: Mapping[str, float], asked: Mapping[str, float]) -> int:
+    """How many runs a node can train at once."""
+    return int(min(node.get(name, 0) // value for name, value in asked.items() if value))
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _reach(address: str) -> None:

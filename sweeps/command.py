@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from sweeps import estimate, results
@@ -48,24 +49,36 @@ def make_executor(options: Options) -> Executor:
     Raises:
       OptionError: there is no such executor, or it cannot be had.
     """
-    if options.executor == "local":
-        if options.gpus_per_run or options.memory_per_run:
-            raise OptionError(
-                "--gpus_per_run and --memory_per_run are asked of a cluster; "
-                "set --executor=ray, or leave them out"
-            )
-        return LocalExecutor(options.workers, options.cores_per_run)
-    if options.executor == "ray":
-        if options.workers is not None:
-            raise OptionError("--workers is for this machine; a cluster fills itself")
-        return RayExecutor(
-            options.ray_address,
-            options.cores_per_run,
-            options.gpus_per_run,
-            options.memory_per_run,
-            options.retries,
+    return _maker(options)(options)
+
+
+def _maker(options: Options) -> Callable[[Options], Executor]:
+    if options.executor not in EXECUTORS:
+        names = " or ".join(EXECUTORS)
+        raise OptionError(f"--executor must be {names}, got {options.executor!r}")
+    return EXECUTORS[options.executor]
+
+
+def _local(options: Options) -> LocalExecutor:
+    if "ray_address" in options.given:
+        raise OptionError("--ray_address is for --executor=ray; set it, or leave both out")
+    if options.gpus_per_run or options.memory_per_run:
+        raise OptionError(
+            "--gpus_per_run and --memory_per_run are asked of a cluster; "
+            "set --executor=ray, or leave them out"
         )
-    raise OptionError(f"--executor must be local or ray, got {options.executor!r}")
+    return LocalExecutor(options.workers, options.cores_per_run)
+
+
+def _ray(options: Options) -> RayExecutor:
+    if options.workers is not None:
+        raise OptionError("--workers is for this machine; a cluster fills itself")
+    return RayExecutor(
+        options.ray_address, options.cores_per_run, options.gpus_per_run, options.memory_per_run
+    )
+
+
+EXECUTORS = {"local": _local, "ray": _ray}
 
 
 def main(path: str, study: Study, options: Options) -> int:
@@ -75,12 +88,22 @@ def main(path: str, study: Study, options: Options) -> int:
       OptionError: a mistake in the file or the options, or a folder that cannot be used. Nothing
         has been changed.
     """
+    _check(options)
     request = read_request(path, study, options)
     plan = choose(request, options.only, options.point)
     if options.dry_run:
-        dry_run(request, plan)
+        dry_run(request, plan, options)
         return 0
     return sweep(request, plan, options)
+
+
+def _check(options: Options) -> None:
+    """Raises OptionError where a flag of running has no such value, also before a dry run."""
+    if options.retries < 0:
+        raise OptionError(f"--retries must not be negative, got {options.retries}")
+    if options.pack not in MODES:
+        raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {options.pack!r}")
+    _maker(options)
 
 
 def read_request(path: str, study: Study, options: Options) -> Request:
@@ -103,7 +126,7 @@ def read_request(path: str, study: Study, options: Options) -> Request:
 
 def read_seeds(text: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         raise OptionError(f"--seeds takes a number or a list such as 0,3,7, got {text!r}")
     numbers = tuple(int(part) for part in parts)
     if len(parts) > 1:
@@ -129,7 +152,7 @@ def choose(request: Request, only: str | None, point: int | None) -> Plan:
     return request.plan if only is None else request.plan.only(only)
 
 
-def dry_run(request: Request, plan: Plan) -> None:
+def dry_run(request: Request, plan: Plan, options: Options) -> None:
     """Prints the points with parameters, cost and an estimate of time."""
     rate = estimate.measure(plan)
     rows = []
@@ -146,7 +169,7 @@ def dry_run(request: Request, plan: Plan) -> None:
     for point in plan.points:
         if point.solved:
             print(f"{point.name}: {point.solved}")
-    print(estimate.sentence(plan, rate))
+    print(estimate.sentence(plan, rate, options.workers))
 
 
 def sweep(request: Request, plan: Plan, options: Options) -> int:
@@ -156,10 +179,6 @@ def sweep(request: Request, plan: Plan, options: Options) -> int:
       OptionError: the folder holds something else or is in use. Nothing has been changed.
     """
     workdir, one_point = options.folder(request.name), options.point is not None
-    if options.retries < 0:
-        raise OptionError(f"--retries must not be negative, got {options.retries}")
-    if options.pack not in MODES:
-        raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {options.pack!r}")
     folder = SweepFolder(workdir)
     folder.check_usable_for(request.name, request.plan)
     executor = make_executor(options)
@@ -172,16 +191,30 @@ def sweep(request: Request, plan: Plan, options: Options) -> int:
             for sentence in left:
                 progress.say(sentence)
             outcome = drive(plan, folder, executor, progress, options.retries, options.pack)
-        if one_point:
-            print(f"report: python sweep.py --report_only --workdir={workdir}")
-        else:
-            _report(folder, request.study)
-    return _conclude(outcome, workdir)
+        try:
+            if one_point:
+                print(f"report: python sweep.py --report_only --workdir={workdir}")
+            else:
+                _report(folder, request.study)
+        finally:
+            code = _conclude(outcome, workdir)
+    return code
 
 
 def report(folder: SweepFolder, study: Study, options: Options) -> int:
-    """Writes the report of a folder again, whatever state its runs are in."""
-    del options  # a report has none
+    """Writes the report of a folder again, whatever state its runs are in.
+
+    Raises:
+      OptionError: a flag is given that chooses or changes runs; a report has all that the folder
+        holds.
+    """
+    others = sorted(options.given - {"workdir", "report_only"})
+    others += [f"config.{name}" for name in options.overrides]
+    if others:
+        raise OptionError(
+            f"--{others[0]} would do nothing with --report_only, which trains nothing and reports "
+            "all that the folder holds; leave one of them out"
+        )
     _report(folder, study)
     return 0
 

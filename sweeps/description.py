@@ -5,12 +5,16 @@ from __future__ import annotations
 import datetime
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from sweeps.plan import PER_RUN, Plan, Run
 from sweeps.study import Study
 from training.environment import git_commit
 from training.run_folder import jsonable
+
+# Flags that run a part of the sweep. The report is of the whole.
+_CHOOSING = ("only", "point")
 
 
 def describe(name: str, path: str, study: Study, plan: Plan) -> dict:
@@ -41,6 +45,7 @@ def describe(name: str, path: str, study: Study, plan: Plan) -> dict:
                 "labels": list(point.labels),
                 "changes": jsonable(own),
                 "solved": str(point.solved or ""),
+                "command": _of_point(name, point.name),
                 "runs": runs,
             }
         )
@@ -49,13 +54,32 @@ def describe(name: str, path: str, study: Study, plan: Plan) -> dict:
         "question": study.question,
         "study": path,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_without(sys.argv, _CHOOSING)]),
         "git": git_commit(),
         "metrics": list(study.metrics),
         "columns": list(study.columns),
         "events": list(study.events),
         "points": points,
     }
+
+
+def _of_point(sweep: str, point: str) -> str:
+    """The shell command that trains and measures one point again, in a folder of its own."""
+    workdir = f"runs/sweeps/{sweep}-{point}"
+    argv = _without(sys.argv, (*_CHOOSING, "workdir"))
+    return shlex.join(["python", *argv, f"--only={point}", f"--workdir={workdir}"])
+
+
+def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The arguments without some flags, whether ``--flag=value`` or ``--flag value``."""
+    kept, follows = [], False
+    for argument in argv:
+        name, given, _ = argument.lstrip("-").partition("=")
+        left_out = argument.startswith("-") and name in names
+        if not left_out and not follows:
+            kept.append(argument)
+        follows = left_out and not given
+    return kept
 
 
 def train_command(path: str, run: Run) -> str:

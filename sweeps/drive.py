@@ -53,7 +53,7 @@ def drive(
       pack: one of ``packs.MODES``.
     """
     missing = [run for run in plan.runs if not folder.is_done(run.name)]
-    progress.begin(plan.runs, missing)
+    progress.begin(plan.runs, missing, folder)
     session = _Session(folder, executor, progress, retries, pack)
     try:
         session.train([Task(runs) for runs in packs.group(missing, pack)])
@@ -89,7 +89,7 @@ class _Session:
 
     def train(self, tasks: Sequence[Task]) -> None:
         waiting = collections.deque(tasks)
-        self.at_once = max(1, self.executor.slots // max(1, len(tasks)))
+        self.at_once = max(1, self.executor.parallel // max(1, len(tasks)))
         while waiting or self.running:
             while waiting and len(self.running) < self.executor.slots:
                 task = waiting.popleft()
@@ -138,11 +138,11 @@ class _Session:
                 self.progress.ended(run, record.get("error", ""))
         if not without:
             return []
+        if len(task.runs) > 1 and self.pack == "auto":
+            return self._each(without, self._why_apart(task, ended))
         if ended.died and self.deaths[task.runs[0].name] < self.retries:
             self.deaths[task.runs[0].name] += 1
             return self._again([Task(tuple(without))], f"{ended.died}; from the last checkpoint")
-        if not ended.died and len(task.runs) > 1 and self._was_slower(task):
-            return self._each(without, "one program would be slower, as measured")
         for run in without:
             self._fail(run, ended.died or _last_words(ended.job))
         return []
@@ -158,13 +158,14 @@ class _Session:
         self.progress.apart(runs, why)
         return [Task((run,)) for run in runs]
 
-    def _was_slower(self, task: Task) -> bool:
-        """Whether a pack has not been trained because its runs are faster by themselves."""
+    def _why_apart(self, task: Task, ended: Ended) -> str:
+        """Why runs of a pack are to be trained by themselves: it was slower, or it has failed."""
         path = self.folder.pack(task.name)
         found = json.loads(path.read_text()) if path.exists() else {"packed": True}
-        if not found["packed"]:
-            self.slower[task.name] = packs.Measured.of(found)
-        return not found["packed"]
+        if found["packed"] or ended.died:
+            return f"as one program they failed: {ended.died or _last_words(ended.job)}"
+        self.slower[task.name] = packs.Measured.of(found)
+        return "one program would be slower, as measured"
 
     def _slower_than_alone(self, task: Task) -> str:
         """The pack, measured in this session, that lets one expect no gain of this; "" if none."""

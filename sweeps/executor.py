@@ -44,10 +44,12 @@ class Executor(Protocol):
     """Starts jobs and says when they have ended; what came of them is in the sweep folder.
 
     Attributes:
-      slots: jobs that may be started before one has to end.
+      slots: jobs that may be started before one has to end; a cluster has a queue of its own.
+      parallel: jobs that run at the same time.
     """
 
     slots: int
+    parallel: int
 
     def start(self, job: Job) -> None:
         """Starts a job; returns at once."""

@@ -13,6 +13,9 @@ from training.lock import locked
 from training.run_folder import RunFolder, differences, write_json, write_text
 from training.settings import OptionError
 
+# Seconds for another point of a job array to begin.
+_PATIENCE = 60.0
+
 
 class SweepFolder:
     """Paths of a sweep folder.
@@ -59,7 +62,8 @@ class SweepFolder:
         if not self.path.is_dir():
             raise OptionError(f"--workdir={self.path} is a file; name a folder")
         if not self.description.exists():
-            begun = {self.locks.name, self.study.name, self.description.name + ".tmp"}
+            # The description is the first that begin writes; a full disk may keep half of it.
+            begun = {self.locks.name, self.description.name + ".tmp"}
             if any(path.name not in begun for path in self.path.iterdir()):
                 raise OptionError(
                     f"--workdir={self.path} holds files but no sweep.json, so it is no sweep "
@@ -72,8 +76,25 @@ class SweepFolder:
                 f"--workdir={self.path} holds the sweep {saved}, not {name}; choose another "
                 "--workdir"
             )
-        for run in plan.runs if plan else ():
-            self._check_run(run)
+        if plan is not None:
+            self._check_points(plan)
+            for run in plan.runs:
+                self._check_run(run)
+
+    def _check_points(self, plan: Plan) -> None:
+        """Raises OptionError where results of the folder would vanish from its report."""
+        kept = {point.name for point in plan.points}
+        lost = [
+            point["name"]
+            for point in self.read_description()["points"]
+            if point["name"] not in kept
+            and any(self.result(run["name"]).exists() for run in point["runs"])
+        ]
+        if lost:
+            raise OptionError(
+                f"--workdir={self.path} holds results of points that this sweep does not have: "
+                f"{', '.join(lost)}. Choose another --workdir, or remove that folder"
+            )
 
     def _check_run(self, run: Run) -> None:
         try:
@@ -88,12 +109,13 @@ class SweepFolder:
             )
 
     def begin(self, description: Mapping, study: Path) -> None:
-        """Makes the folder and keeps what the sweep is."""
-        for part in ("runs", "results", "logs", "jobs", "packs"):
-            (self.path / part).mkdir(parents=True, exist_ok=True)
-        if study.resolve() != self.study.resolve():
-            write_text(self.study, study.read_text())
-        write_json(self.description, description)
+        """Makes the folder and keeps what the sweep is; points of a job array take turns."""
+        with locked(self.locks / "begin", f"the beginning of {self.path}", wait=_PATIENCE):
+            write_json(self.description, description)
+            for part in ("runs", "results", "logs", "jobs", "packs"):
+                (self.path / part).mkdir(exist_ok=True)
+            if study.resolve() != self.study.resolve():
+                write_text(self.study, study.read_text())
 
     def read_description(self) -> dict:
         """What the sweep is.
@@ -138,7 +160,8 @@ class SweepFolder:
           OptionError: another sweep is at work in the folder.
         """
         what = f"the sweep folder {self.path}"
-        with locked(self.locks / "sweep", what, shared=point is not None) as left:
+        sharing = {"shared": point is not None, "sharers": "point *"}
+        with locked(self.locks / "sweep", what, **sharing) as left:
             if point is None:
                 yield [left] if left else []
                 return

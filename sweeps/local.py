@@ -40,18 +40,25 @@ class LocalExecutor:
             ] or [cores]
             self._shares = [({"PJRT_NPROC": str(len(share))}, share) for share in shares]
         elif platform == "gpu":
-            self._shares = [({"CUDA_VISIBLE_DEVICES": str(i)}, []) for i in range(devices)]
+            self._shares = [({"CUDA_VISIBLE_DEVICES": gpu}, []) for gpu in _gpus(devices)]
         else:
             self._shares = [({}, [])]
+        if platform != "cpu" and cores_per_run != 1:
+            raise OptionError(
+                f"--cores_per_run={cores_per_run} divides the cores of a CPU, but the runs are "
+                f"given {platform.upper()}s here; leave it out, or set JAX_PLATFORMS=cpu"
+            )
         self.slots = len(self._shares) if workers is None else workers
+        self.parallel = self.slots
         self._free = list(range(self.slots))
         self._running: dict[subprocess.Popen, tuple[Job, int]] = {}
 
     def start(self, job: Job) -> None:
-        slot = self._free.pop(0)
+        slot = self._free[0]
         # More workers than shares is the user's wish; they share.
         extra, cores = self._shares[slot % len(self._shares)]
         process = start_process(job, {**os.environ, **extra}, cores)
+        self._free.remove(slot)
         self._running[process] = job, slot
 
     def wait(self, seconds: float) -> list[Ended]:
@@ -74,6 +81,12 @@ class LocalExecutor:
         for process in list(self._running):
             process.wait()
             self._collect(process)
+
+
+def _gpus(count: int) -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in mine.split(",")] if mine else [str(i) for i in range(count)]
 
 
 def _accelerators() -> tuple[str, int]:

@@ -73,6 +73,10 @@ def one_at_a_time(function: Callable) -> Callable:
     return guarded
 
 
+class PackFailed(RuntimeError):
+    """The program of all runs of a pack has failed, which says nothing about any one of them."""
+
+
 class Pack:
     """Where the loops of packed runs meet.
 
@@ -103,7 +107,7 @@ class Pack:
                 self._take_steps()
                 self._meeting.wait_for(lambda: lane in self._got or self._error is not None)
                 if self._error is not None:
-                    raise RuntimeError("the packed program failed") from self._error
+                    raise PackFailed(f"the packed program failed: {self._error}") from self._error
                 return self._got.pop(lane)
 
         return interval

@@ -102,8 +102,9 @@ def _points(results: Results) -> tuple[list[str], list[list[Cell]]]:
         done = sum(run.status == result.DONE for run in point.best)
         row += [(f"{point.learning_rate:g}", point.learning_rate)]
         row += [(f"{done} of {len(point.best)}", done)]
-        rows.append([*row, text(point.solved)] if solved else row)
-    return [*head, "made equal"] if solved else head, rows
+        row += [text(point.solved)] if solved else []
+        rows.append([*row, code(point.command)])
+    return [*head, *(["made equal"] if solved else []), "command"], rows
 
 
 def _runs(results: Results) -> tuple[list[str], list[list[Cell]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from analysis import watch
 from sweeps import fairness
 from sweeps.axes import Choice, text_of
 from sweeps.fairness import Bill, Equal, Solved
+from sweeps.result import NUMBERS, OF_A_TASK
 from sweeps.study import Study
 from training.resolve import resolve
 from training.run_folder import flatten, jsonable
@@ -165,6 +167,9 @@ def make_plan(
             found = fairness.bill(runs[0].settings)
         points.append(Point(index, draft.name, draft.choice.labels, found, solved, runs))
     _check_distinct(points)
+    if not study.measures:
+        for name in (*study.metrics, *study.columns):
+            _check_number(name, points)
     return Plan(tuple(points))
 
 
@@ -289,12 +294,32 @@ def _solve(equal: Equal, drafts: list[_Draft]) -> list[Solved | None]:
             continue
         with draft.named():
             option = equal.width(draft.settings({}))
+            if option in draft.choice.swept:
+                raise OptionError(
+                    f"to be equal in {equal.quantity} it would get another {option}, which is what "
+                    "this sweep varies; make other points equal, or another quantity"
+                )
             unit = 2 * draft.value("model.num_heads") if option == "model.d_model" else 1
             before = draft.value(option)
             found = fairness.solve(equal, wanted, option, before, unit, draft.settings_at(option))
         draft.take_over(found)
         solved.append(found)
     return solved
+
+
+def _check_number(name: str, points: Sequence[Point]) -> None:
+    """Raises OptionError where no run will have a number of that name, without any measures."""
+    for point in points:
+        settings = point.runs[0].settings
+        known = {*NUMBERS, *(field.name for field in dataclasses.fields(Bill))}
+        known |= {f"{task.name}/{kind}" for task in settings.evaluated for kind in OF_A_TASK}
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionError(
+                f"point {point.name}: the study asks for {name!r}, which a run does not have "
+                f"without a measure{hint}"
+            )
 
 
 def _check_distinct(points: list[Point]) -> None:

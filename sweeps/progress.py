@@ -39,7 +39,7 @@ class SweepProgress(Bars):
         self._said = self._start = time.monotonic()
         self._first = 0.0
 
-    def begin(self, runs: Sequence[Run], missing: Sequence[Run]) -> None:
+    def begin(self, runs: Sequence[Run], missing: Sequence[Run], folder: SweepFolder) -> None:
         """Says what is there already; the clock starts."""
         work = {}
         for run in runs:
@@ -49,7 +49,8 @@ class SweepProgress(Bars):
             self._steps[run.name] = run.settings.train.steps
             self._share[run.name] = 1.0
         for run in missing:
-            self._share[run.name] = 0.0
+            line = _last_line(folder.run(run.name).metrics)
+            self._share[run.name] = self._share_of(run.name, line)
         done = len(runs) - len(missing)
         self.say(f"{len(runs)} runs, {done} of them done before" if done else f"{len(runs)} runs")
         self._whole = self._bars.add_task("sweep", total=1.0, note="")
@@ -89,7 +90,7 @@ class SweepProgress(Bars):
             line = _last_line(folder.run(name).metrics)
             if line is None:
                 continue
-            self._share[name] = max(self._share[name], line["step"] / self._steps[name])
+            self._share[name] = max(self._share[name], self._share_of(name, line))
             loss = f"loss {line['loss']:.3f}" if "loss" in line else "compiling"
             note = f"step {line['step']}/{self._steps[name]}  {loss}"
             self._bars.update(self._rows[name], completed=self._share[name], note=note)
@@ -98,6 +99,10 @@ class SweepProgress(Bars):
         if time.monotonic() - self._said >= _EVERY and self._running:
             shares = ", ".join(f"{name} {self._share[name]:.0%}" for name in self._running)
             self._plain(f"          {shares}  ({self._summary()})")
+
+    def _share_of(self, name: str, line: dict | None) -> float:
+        """How much of a run is done that has written this line last."""
+        return 0.0 if line is None else line["step"] / self._steps[name]
 
     def _drop(self, run: Run) -> None:
         if run.name in self._running:

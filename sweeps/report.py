@@ -104,6 +104,9 @@ def markdown(results: Results, verdicts: Sequence[Verdict], drawn: Sequence[Path
         rows = [(run.name, run.status, run.error) for run in failures]
         parts.append("## Runs without a result\n\n" + grid(("run", "status", "why"), rows))
     parts += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in drawn]
-    commands = "\n".join(run.command for point in results.points for run in point.best)
-    parts.append(f"## Commands\n\nEach trains one row again.\n\n```\n{commands}\n```\n")
+    commands = "\n".join(point.command for point in results.points)
+    parts.append(
+        "## Commands\n\nEach trains and measures one row again, all its seeds; those of single "
+        f"runs are in results.csv.\n\n```\n{commands}\n```\n"
+    )
     return "\n".join(parts)

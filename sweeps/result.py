@@ -14,6 +14,11 @@ from training.run_folder import RunFolder
 from training.settings import Settings
 
 DONE, FAILED = "done", "failed"
+# What every run has at its end, beside its ``fairness.Bill`` and what the study measures.
+NUMBERS = ("step", "tokens", "time", "loss", "gradient_norm", "learning_rate",
+           "tokens_per_second", "step_time_ms")  # fmt: skip
+# And of each task that it is evaluated on, ``<task>/<name>``.
+OF_A_TASK = ("accuracy", "sequence_accuracy", "loss", "chance", "sequence_chance")
 
 
 class NoResult(RuntimeError):
@@ -55,6 +60,8 @@ def done(
             raise NoResult(f"the run has no {name!r}; it has {', '.join(sorted(numbers))}")
         if not math.isfinite(numbers[name]):
             raise NoResult(f"{name} is {numbers[name]}")
+    # JSON has no others.
+    numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
     environment = json.loads(folder.environment.read_text())
     return {**_head(job, DONE), "metrics": numbers, "environment": environment}
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sweeps import result
 from sweeps.folder import SweepFolder
 from sweeps.study import lower_is_better
 
@@ -26,7 +28,7 @@ class RunResult:
       error: why it failed, or how far it has come.
       metrics: numbers at the end of a run that is done, by name.
       lines: metrics.jsonl, for curves; of runs that have begun.
-      config, environment: as recorded; empty where the run is not done.
+      config, environment: as recorded; empty where the run has not begun.
       command: trains the same run alone.
     """
 
@@ -48,10 +50,17 @@ class Sample:
     """A number measured with several seeds.
 
     Attributes:
-      values: one for each seed that is done.
+      values: one for each seed that is done and has it.
+      of: how many seeds were asked for.
     """
 
     values: tuple[float, ...]
+    of: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether every seed has it."""
+        return len(self.values) == self.of > 0
 
     @property
     def mean(self) -> float:
@@ -89,6 +98,7 @@ class PointResult:
       runs: all of them, the whole grid.
       learning_rate: the best of the grid by the mean of the study's first metric; of points
         without results the first.
+      command: trains and measures the point again, in another folder.
     """
 
     name: str
@@ -97,6 +107,7 @@ class PointResult:
     solved: str
     runs: tuple[RunResult, ...]
     learning_rate: float
+    command: str
 
     def at(self, rate: float) -> tuple[RunResult, ...]:
         """The runs at one learning rate."""
@@ -176,7 +187,8 @@ def chance_name(metric: str) -> str | None:
 
 def sample(runs: Iterable[RunResult], metric: str) -> Sample:
     """A number over the runs that are done and have it."""
-    return Sample(tuple(run.metrics[metric] for run in runs if metric in run.metrics))
+    runs = tuple(runs)
+    return Sample(tuple(run.metrics[metric] for run in runs if metric in run.metrics), len(runs))
 
 
 def read(folder: SweepFolder) -> Results:
@@ -190,10 +202,9 @@ def read(folder: SweepFolder) -> Results:
     for point in description["points"]:
         runs = tuple(_read_run(folder, run | {"point": point["name"]}) for run in point["runs"])
         best = _best_rate(runs, description["metrics"][0])
+        name, labels, command = point["name"], tuple(point["labels"]), point.get("command", "")
         points.append(
-            PointResult(
-                point["name"], tuple(point["labels"]), point["changes"], point["solved"], runs, best
-            )
+            PointResult(name, labels, point["changes"], point["solved"], runs, best, command)
         )
     return Results(description["name"], description, tuple(points))
 
@@ -207,22 +218,37 @@ def _read_run(folder: SweepFolder, run: Mapping[str, Any]) -> RunResult:
         record = {}
     else:
         status, error = record["status"], record.get("error", "")
+    begun = folder.run(run["name"])
     return RunResult(
-        run["name"], run["point"], run["seed"], run["learning_rate"], status, error,
-        record.get("metrics", {}), lines, record.get("config", {}), record.get("environment", {}),
+        run["name"],
+        run["point"],
+        run["seed"],
+        run["learning_rate"],
+        status,
+        error,
+        record.get("metrics", {}),
+        lines,
+        record.get("config") or _read(begun.config),
+        record.get("environment") or _read(begun.environment),
         run["command"],
-    )  # fmt: skip
+    )
+
+
+def _read(path: Path) -> dict:
+    """What a run that has no result says of itself; nothing where it has not begun, or not well."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return {}
 
 
 def _best_rate(runs: Sequence[RunResult], metric: str) -> float:
-    """The learning rate with the best mean; a rate that lost a seed does not win."""
+    """The learning rate with the best mean; one that lacks a seed loses to one that has all."""
     rates = list(dict.fromkeys(run.learning_rate for run in runs))
 
     def merit(rate: float) -> tuple[bool, float]:
         mine = [run for run in runs if run.learning_rate == rate]
         found = sample(mine, metric)
-        whole = not any(run.status == result.FAILED for run in mine) and bool(found.values)
         mean = found.mean if found.values else -float("inf")
-        return whole, -mean if lower_is_better(metric) and found.values else mean
+        return found.whole, -mean if lower_is_better(metric) and found.values else mean
 
     return max(rates, key=merit)

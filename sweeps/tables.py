@@ -106,7 +106,7 @@ def with_interval(sample: Sample, interval: bool = True) -> str:
         low, high = sample.interval
         text += f" ± {number(sample.spread)}"
         text += f" [{number(low)}, {number(high)}]" if interval else ""
-    return text
+    return text if sample.whole else f"{text} ({len(sample.values)} of {sample.of})"
 
 
 def number(value: float) -> str:

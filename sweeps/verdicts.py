@@ -1,7 +1,8 @@
 """Claims put to the results: what was expected, what was measured, and whether they agree.
 
 A verdict of a study is any function of ``results.Results`` that returns a ``Verdict``; those here
-are values that do so. What cannot be judged because runs are missing is not confirmed.
+are values that do so. What lacks a seed, because its run is missing or has failed or because what
+is asked about has not happened in it, is not confirmed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class _Bounded:
     def __call__(self, results: Results) -> Verdict:
         found = results.sample(self.point, self.metric)
         expected = f"{self.metric} of {self.point} {self.sign} {self.bound:g}"
-        return Verdict(self.claim, expected, describe(found), self.holds(found.mean, self.bound))
+        confirmed = found.whole and self.holds(found.mean, self.bound)
+        return Verdict(self.claim, expected, describe(found), confirmed)
 
 
 class Above(_Bounded):
@@ -69,6 +71,23 @@ class Below(_Bounded):
 
 
 @dataclasses.dataclass(frozen=True)
+class Between:
+    """The mean of a point is between two bounds, or on one of them."""
+
+    claim: str
+    point: str
+    metric: str
+    low: float
+    high: float
+
+    def __call__(self, results: Results) -> Verdict:
+        found = results.sample(self.point, self.metric)
+        expected = f"{self.low:g} ≤ {self.metric} of {self.point} ≤ {self.high:g}"
+        confirmed = found.whole and self.low <= found.mean <= self.high
+        return Verdict(self.claim, expected, describe(found), confirmed)
+
+
+@dataclasses.dataclass(frozen=True)
 class Exceeds:
     """The mean of a point is above that of another, by at least so much."""
 
@@ -82,7 +101,8 @@ class Exceeds:
         ours, theirs = (results.sample(name, self.metric) for name in (self.point, self.other))
         expected = f"{self.metric} of {self.point} − {self.other} ≥ {self.by:g}"
         measured = f"{ours.mean - theirs.mean:.4g}: {describe(ours)} and {describe(theirs)}"
-        return Verdict(self.claim, expected, measured, ours.mean - theirs.mean >= self.by)
+        confirmed = ours.whole and theirs.whole and ours.mean - theirs.mean >= self.by
+        return Verdict(self.claim, expected, measured, confirmed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +119,8 @@ class Outdoes:
         ours, theirs = (results.sample(self.point, name) for name in (self.metric, self.other))
         expected = f"{self.metric} − {self.other} of {self.point} ≥ {self.by:g}"
         measured = f"{ours.mean - theirs.mean:.4g}: {describe(ours)} and {describe(theirs)}"
-        return Verdict(self.claim, expected, measured, ours.mean - theirs.mean >= self.by)
+        confirmed = ours.whole and theirs.whole and ours.mean - theirs.mean >= self.by
+        return Verdict(self.claim, expected, measured, confirmed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +141,7 @@ class Ratio:
         expected = f"{self.metric} of {self.point} / {self.other} = {self.ratio:g}{around}"
         measured = f"{found:.4g}: {describe(ours)} and {describe(theirs)}"
         near = abs(found - self.ratio) <= self.within * abs(self.ratio) + 1e-9
-        return Verdict(self.claim, expected, measured, near)
+        return Verdict(self.claim, expected, measured, near and ours.whole and theirs.whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +157,7 @@ class AllAbove:
         found = {point: results.sample(point, self.metric) for point in self.points}
         expected = f"{self.metric} of {', '.join(self.points)} ≥ {self.bound:g}"
         measured = "; ".join(f"{point} {describe(sample)}" for point, sample in found.items())
-        confirmed = all(sample.mean >= self.bound for sample in found.values())
+        confirmed = all(s.whole and s.mean >= self.bound for s in found.values())
         return Verdict(self.claim, expected, measured, confirmed)
 
 
@@ -144,15 +165,13 @@ def describe(sample: Sample) -> str:
     """A sample in words: its mean, spread and interval, as far as there are any."""
     if not sample.values:
         return "no result"
-    if (interval := sample.interval) is None:
-        return f"{sample.mean:.4g} (one seed)"
-    if not sample.spread:
-        return f"{sample.mean:.4g} ({len(sample.values)} seeds)"
+    seeds = f"{len(sample.values)} seeds" if sample.of > 1 else "one seed"
+    if not sample.whole:
+        seeds = f"{len(sample.values)} of {sample.of} seeds"
+    if (interval := sample.interval) is None or not sample.spread:
+        return f"{sample.mean:.4g} ({seeds})"
     low, high = interval
-    return (
-        f"{sample.mean:.4g} ± {sample.spread:.2g} "
-        f"[{low:.4g}, {high:.4g}] ({len(sample.values)} seeds)"
-    )
+    return f"{sample.mean:.4g} ± {sample.spread:.2g} [{low:.4g}, {high:.4g}] ({seeds})"
 
 
 def judge(verdicts: tuple[Callable[[Results], Verdict], ...], results: Results) -> list[Verdict]:

@@ -20,7 +20,7 @@ from absl import logging
 from analysis import watch
 from sweeps import packs, result
 from sweeps.folder import SweepFolder
-from sweeps.packed import Pack, make_packed_interval, one_at_a_time, train_together
+from sweeps.packed import Pack, PackFailed, make_packed_interval, one_at_a_time, train_together
 from sweeps.study import Study, load
 from training import command, loop
 from training.checkpoint import CheckpointError
@@ -66,6 +66,8 @@ def train(
 ) -> None:
     """Trains one run to its end and writes its result, or why it has none.
 
+    No result is written where the run was packed and it is the pack that failed.
+
     Args:
       run: ``plan.Run.order()``.
       folder: of the sweep.
@@ -80,6 +82,8 @@ def train(
         loop.train(run["config"], typed, mine, programs=programs, observer=observer)
         asked = (*study.metrics, *study.columns)
         record = result.done(run, typed, mine, study.measures, asked, step_time_ms)
+    except PackFailed:
+        raise
     except _EXPECTED as error:
         record = result.failed(run, f"{type(error).__name__}: {error}")
     except Exception as error:

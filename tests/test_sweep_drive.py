@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from sweeps import local, packs, result
-from sweeps.command import make_executor
-from sweeps.description import describe
+from sweeps import packs, result
 from sweeps.drive import drive
 from sweeps.executor import Ended
 from sweeps.folder import SweepFolder
 from sweeps.plan import make_plan
 from sweeps.progress import SweepProgress
 from tests import tiny_sweep
-from tests.tiny_sweep import options
-from training.lock import locked
 from training.run_folder import write_json
-from training.settings import OptionError
 
 STUDY = tiny_sweep.get_sweep()
 PLAN = make_plan(STUDY, tiny_sweep.get_config().to_dict())
 NAMES = [run.name for run in PLAN.runs]
-
-
 # A pack of two small runs, each step of which is slower than the steps of the two.
 SLOWER = packs.Measured(
     runs=2, steps=10, flops=0, at_once=1, start=1.0, alone_compile=1.0, alone_step=0.1,
@@ -45,11 +32,11 @@ SLOWER = packs.Measured(
 class Trainer:
     """Jobs end as soon as they have begun, each as the next of its endings says.
 
-    An ending is "done", a text (the run fails with it), or an exception class: "silent" leaves no
-    record, "killed" dies.
+    An ending is "done", or a text with which the run fails; "silent" leaves no record, "killed"
+    dies, and "declined" leaves that a pack is slower.
     """
 
-    slots = 2
+    slots = parallel = 2
 
     def __init__(self, folder, **endings):
         self.folder, self.endings = folder, {k: list(v) for k, v in endings.items()}
@@ -66,7 +53,7 @@ class Trainer:
             elif ending == "silent":
                 job.log.write_text("some warning\nSegmentation something\n")
             elif ending == "done":
-                write_json(self.folder.result(run["name"]), record(run))
+                write_json(self.folder.result(run["name"]), tiny_sweep.record(run))
             elif ending != "declined":
                 write_json(self.folder.result(run["name"]), result.failed(run, ending))
             else:
@@ -81,19 +68,11 @@ class Trainer:
         self.stopped = True
 
 
-def record(run):
-    return {**result.failed(run, ""), "status": "done", "metrics": {"copy/accuracy": 0.5}}
-
-
 @pytest.fixture
 def folder(tmp_path):
     folder = SweepFolder(tmp_path / "sweep")
-    folder.begin(describe("tiny", "tiny.py", STUDY, PLAN), tiny_path())
+    folder.begin(*tiny_sweep.arguments(PLAN))
     return folder
-
-
-def tiny_path():
-    return Path(tiny_sweep.__file__)
 
 
 def go(folder, trainer, retries=2, pack="off", plan=PLAN):
@@ -185,6 +164,28 @@ def test_a_pack_that_is_no_lighter_than_one_that_loses_is_not_tried(folder):
     assert trainer.started == [NAMES[:2], NAMES[2:]]
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("killed", "ended by signal 9"), ("silent", "without a result: Segmentation something")],
+)
+def test_a_pack_that_fails_is_trained_run_by_run(folder, ending, said):
+    """No memory for all at once says nothing about one: of a choice that the user left to us."""
+    trainer = Trainer(folder, **{name: [ending, "done"] for name in NAMES[:2]})
+    outcome, printed = go(folder, trainer, pack="auto", retries=0)
+    assert trainer.started == [NAMES[2:], NAMES[:2], [NAMES[0]], [NAMES[1]]]
+    assert outcome.done == tuple(NAMES)
+    assert re.search(
+        rf"apart +{NAMES[0]} and 1 more: as one program they failed: .*{said}", printed
+    )
+
+
+def test_a_pack_that_was_asked_for_fails_with_its_last_words(folder):
+    trainer = Trainer(folder, **{name: ["silent"] for name in NAMES[:2]})
+    outcome, _ = go(folder, trainer, pack="on")
+    assert outcome.failed == tuple(NAMES[:2])
+    assert "Segmentation something" in outcome.errors[NAMES[0]]
+
+
 def test_a_pack_that_dies_goes_on_as_a_pack_without_what_is_done(folder):
     plan = make_plan(STUDY, tiny_sweep.get_config().to_dict(), seeds=(0, 1, 2)).at(0)
     first, second, third = (run.name for run in plan.runs)
@@ -231,107 +232,3 @@ def test_a_pack_that_loses_decides_only_where_more_is_lost():
     assert not slow.pays and not slow.decides(runs=4, steps=100, flops=100)
     gains = dataclasses.replace(measured, start=10.0)
     assert gains.pays and not gains.decides(runs=4, steps=100, flops=100)
-
-
-def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
-    def resources(executor, **changes):
-        return options(executor=executor, **changes)
-
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    for wanted, said in (
-        (resources("ray"), "needs Ray: pip install -r requirements-cluster.txt"),
-        (resources("ray", workers=2), "--workers is for this machine"),
-        (resources("local", gpus_per_run=1.0), "set --executor=ray"),
-        (resources("local", workers=0), "--workers must be at least 1, got 0"),
-        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1, got 0"),
-        (resources("slurm"), "local or ray, got 'slurm'"),
-    ):
-        with pytest.raises(OptionError, match=re.escape(said)):
-            make_executor(wanted)
-
-
-def test_this_machine_is_divided_among_its_processes(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr(local, "available_cores", lambda: [0, 2, 3, 5, 7])
-    assert local.LocalExecutor().slots == 5
-    two = local.LocalExecutor(cores_per_run=2)
-    assert two.slots == 2 and [cores for _, cores in two._shares] == [[0, 2], [3, 5]]
-    assert local.LocalExecutor(cores_per_run=8)._shares[0][1] == [0, 2, 3, 5, 7]
-    assert local.LocalExecutor(workers=7).slots == 7
-
-
-# --- The folder and its lock ---------------------------------------------------------------------
-
-
-def contents(path):
-    return {str(p): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
-def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path):
-    (tmp_path / "letter.txt").write_text("dear")
-    before = contents(tmp_path)
-    for path, said in ((tmp_path, "no sweep.json"), (tmp_path / "letter.txt", "is a file")):
-        with pytest.raises(OptionError, match=said):
-            SweepFolder(path).check_usable_for("tiny", PLAN)
-    SweepFolder(tmp_path / "new").check_usable_for("tiny", PLAN)
-    assert contents(tmp_path) == before
-
-
-def test_another_sweep_or_other_options_are_refused_by_name(folder):
-    folder.check_usable_for("tiny", PLAN)
-    with pytest.raises(OptionError, match="holds the sweep tiny, not other"):
-        folder.check_usable_for("other", PLAN)
-    go(folder, Trainer(folder))
-    config = tiny_sweep.get_config()
-    config.train.steps = 20
-    other = make_plan(STUDY, config.to_dict())
-    with pytest.raises(OptionError, match=r"gqa,seed=0.*train.steps was 10, now 20"):
-        folder.check_usable_for("tiny", other)
-    folder.check_usable_for("tiny", PLAN)
-    folder.result(NAMES[0]).write_text("{half")
-    with pytest.raises(OptionError, match="cannot be read"):
-        folder.check_usable_for("tiny", PLAN)
-
-
-def test_two_sweeps_exclude_each_other_and_say_who_has_it(folder):
-    with folder.locked(None) as left:
-        assert left == []
-        said = rf"process {os.getpid()} on .* for 0:00:"
-        for point in (None, "gqa"):
-            with pytest.raises(OptionError, match=said), folder.locked(point):
-                pass
-    with folder.locked(None) as left:
-        assert left == []
-
-
-def test_points_of_a_job_array_share_the_folder_but_not_a_point(folder):
-    with folder.locked("gqa"), folder.locked("mqa"):
-        with pytest.raises(OptionError, match="the point gqa"), folder.locked("gqa"):
-            pass
-        with pytest.raises(OptionError, match="in use by others"), folder.locked(None):
-            pass
-    with folder.locked(None):
-        pass
-
-
-def test_the_lock_of_a_dead_process_is_taken_over_with_a_word(folder):
-    # Never left: the process ends while it has the lock, as by kill -9.
-    take = (
-        "import os, sys; from sweeps.folder import SweepFolder; "
-        "held = SweepFolder(sys.argv[1]).locked(None); held.__enter__(); os._exit(0)"
-    )
-    ended = subprocess.Popen(
-        [sys.executable, "-c", take, str(folder.path)], cwd=Path(__file__).parent.parent
-    )
-    assert ended.wait() == 0
-    pid = ended.pid
-    with folder.locked(None) as left:
-        assert len(left) == 1 and f"process {pid} on " in left[0] and "taking over" in left[0]
-
-
-def test_a_lock_is_waited_for(tmp_path):
-    held = contextlib.ExitStack()
-    held.enter_context(locked(tmp_path / "lock", "it"))
-    threading.Timer(0.2, held.close).start()
-    with locked(tmp_path / "lock", "it", wait=30):
-        pass

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sweeps.packed import Pack, make_packed_interval, train_together
+from sweeps.packed import Pack, PackFailed, make_packed_interval, train_together
 from sweeps.packs import program_of
 from tests import tiny
 from training.settings import settings
@@ -113,4 +113,5 @@ def test_a_program_that_fails_ends_all_loops():
     raised = train_together(loops, Pack(RUNS, broken))
     assert len(raised) == 3
     for error in raised:
-        assert "packed program failed" in str(error) and "no room" in str(error.__cause__)
+        assert isinstance(error, PackFailed)
+        assert str(error) == "the packed program failed: no room"

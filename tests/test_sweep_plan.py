@@ -179,6 +179,19 @@ def test_seeds_are_a_number_or_a_list():
             read_seeds(text)
 
 
+def test_a_number_that_no_run_has_is_refused_before_any_starts():
+    for name, said in (
+        ("copy/acuracy", "point mha: the study asks for 'copy/acuracy', .* mean 'copy/accuracy'"),
+        ("recall/accuracy", "'recall/accuracy', which a run does not have without a measure"),
+        ("parameter", "did you mean 'parameters'"),
+    ):
+        for asked in ({"metrics": (name,)}, {"columns": (name,)}):
+            with pytest.raises(OptionError, match=said):
+                plan(case("mha"), **asked)
+    # A measure may give anything.
+    assert plan(case("mha"), columns=("width",), measures=(lambda *_: {"width": 3.0},))
+
+
 def test_equal_parameters_solve_for_a_width_and_say_what_was_chosen():
     axes = chain(
         case("mha"),
@@ -223,6 +236,9 @@ def test_sizes_that_cannot_be_made_equal_are_refused():
     ):
         with pytest.raises(OptionError, match=said):
             plan(axes, equal=equal)
+    swept = chain(case("mha"), axis("model.d_ff", 100, 200))
+    with pytest.raises(OptionError, match=r"point d_ff=100: .* another model\.d_ff, which is what"):
+        plan(swept, equal=Equal("parameters", "mha"))
     with pytest.raises(OptionError, match="parameters or cache_bytes, got 'flops'"):
         Equal("flops", "mha")
 

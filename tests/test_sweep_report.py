@@ -15,15 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sweeps import report, result, results, tables
+from sweeps import command, report, result, results, tables
 from sweeps.description import describe
+from sweeps.fairness import Bill
 from sweeps.folder import SweepFolder
 from sweeps.pictures import Scatter, Series, mean_curve, with_curves
 from sweeps.plan import make_plan
 from sweeps.results import Sample
-from sweeps.verdicts import Above, Below, Exceeds, Outdoes, Ratio, judge
+from sweeps.verdicts import Above, AllAbove, Below, Exceeds, Outdoes, Ratio, judge
 from tests import tiny_sweep
-from training.run_folder import write_json
+from training import loop
+from training.run_folder import RunFolder, write_json
+from training.settings import OptionError
 
 RATES = (1e-3, 1e-2)
 STUDY = dataclasses.replace(
@@ -99,6 +102,20 @@ def test_the_best_learning_rate_has_the_best_mean_and_lost_no_seed(found):
     assert found.point("mqa").sample("copy/accuracy", 1e-2).values == (1.0,)
 
 
+def test_a_rate_that_lacks_a_seed_loses_to_one_that_has_all():
+    runs = [
+        results.RunResult("", "", seed, rate, status, "", numbers, [], {}, {}, "")
+        for rate, seed, status, numbers in (
+            (1e-3, 0, "done", {"copy/accuracy": 0.3}),
+            (1e-3, 1, "done", {"copy/accuracy": 0.3}),
+            (1e-2, 0, "done", {"copy/accuracy": 0.9}),
+            (1e-2, 1, "missing", {}),
+        )
+    ]
+    assert results._best_rate(runs, "copy/accuracy") == 1e-3
+    assert results._best_rate(runs[:1] + runs[2:], "copy/accuracy") == 1e-3
+
+
 def test_the_best_loss_is_the_lowest():
     runs = [
         results.RunResult("", "", 0, rate, "done", "", {"markov/loss": loss}, [], {}, {}, "")
@@ -109,7 +126,7 @@ def test_the_best_loss_is_the_lowest():
 
 
 def test_mean_spread_and_interval_by_the_textbook():
-    sample = Sample((0.2, 0.4, 0.9))
+    sample = Sample((0.2, 0.4, 0.9), 3)
     assert sample.mean == pytest.approx(0.5)
     assert sample.spread == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2))
     draws = np.random.default_rng(5).choice(sample.values, (200_000, 3)).mean(1)
@@ -117,10 +134,10 @@ def test_mean_spread_and_interval_by_the_textbook():
     assert low == pytest.approx(np.quantile(draws, 0.025), abs=0.01)
     assert high == pytest.approx(np.quantile(draws, 0.975), abs=0.01)
     assert sample.interval == sample.interval  # its draws are seeded
-    one = Sample((0.3,))
+    one = Sample((0.3,), 1)
     assert one.mean == 0.3 and one.interval is None and math.isnan(one.spread)
-    assert Sample((0.3, 0.3)).interval == (0.3, 0.3)
-    assert math.isnan(Sample(()).mean)
+    assert Sample((0.3, 0.3), 2).interval == (0.3, 0.3)
+    assert math.isnan(Sample((), 0).mean)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +157,13 @@ def test_mean_spread_and_interval_by_the_textbook():
         (Above("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
         (Below("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
         (Above("c", "mha", "copy/accuracy", 0.0), False, "no point 'mha'; it has gqa, mqa"),
+        (AllAbove("c", ("gqa", "mqa"), "copy/accuracy", 0.37), True, "mqa 0.375"),
+        (AllAbove("c", ("gqa", "mqa"), "copy/accuracy", 0.38), False, "mqa 0.375"),
+        # It has happened with one seed of two.
+        (Below("c", "gqa", "half_step", 50.0), False, "40 (1 of 2 seeds)"),
+        (Exceeds("c", "mqa", "gqa", "half_step", 0.5), False, "1: 41 (1 of 2 seeds) and 40"),
+        (Ratio("c", "gqa", "gqa", "half_step", 1.0), False, "1: 40 (1 of 2 seeds)"),
+        (AllAbove("c", ("gqa",), "half_step", 30.0), False, "gqa 40 (1 of 2 seeds)"),
     ],
 )
 def test_verdicts(found, verdict, confirmed, measured):
@@ -184,16 +208,18 @@ def test_all_files_of_the_report(folder, found):
     table = [line for line in text.splitlines() if line.startswith("| gqa | ")]
     assert table[0] == (
         "| gqa | 0.562 ± 0.088 [0.500, 0.625] | 0.083 | 0.281 ± 0.044 [0.250, 0.312] | 0.083 | "
-        "40 | 528 | 64 | 1.500 | 0.01 | 2 of 2 |"
+        "40 (1 of 2) | 528 | 64 | 1.500 | 0.01 | 2 of 2 |"
     ), table[0]
     # Of the two seeds of mqa one has changed, of those of gqa too; a run without says nothing.
-    assert "| 0.083 | 41 | 464 |" in text, text
+    assert "| 0.083 | 41 (1 of 2) | 464 |" in text, text
     assert "half step" in text and [row["half_step"] for row in rows[:3]] == ["", "", "40.0"]
     assert "| mqa,lr=0.01,seed=1 | failed | Diverged: <nan> |" in text
     assert "**0.562 ± 0.088 [0.500, 0.625]** ★" in text and "Chance is 0.083" in text
     assert "**CONFIRMED**" in text and "**NOT CONFIRMED**" in text
     assert "7 runs: 2026-01-02, cpu (cpu, 2 cores), jax 1.2.3, commit aaaaaaaaaa with" in text
-    assert "python train.py '--config=a <b>.py' --config.model.pattern=gqa" in text
+    assert " --only=gqa --workdir=runs/sweeps/tiny-gqa\n" in text
+    command = "python train.py '--config=a <b>.py' --config.model.pattern=gqa"
+    assert rows[0]["command"].startswith(command)
     for name in ("comparison", "curves", "memory", "lengths"):
         assert f"({name}.png)" in text
 
@@ -267,8 +293,59 @@ def test_half_a_run_and_missing_numbers_are_no_success(tmp_path):
     run, folder = trained(tmp_path / "b", last=10)
     with pytest.raises(result.NoResult, match=r"no 'recall/accuracy'; it has .*copy/accuracy"):
         result.done(run.order(), run.settings, folder, [], ["recall/accuracy"])
+    measures = [lambda *_: {"x": math.nan, "y": 3.0}]
     with pytest.raises(result.NoResult, match="x is nan"):
-        result.done(run.order(), run.settings, folder, [lambda *_: {"x": math.nan}], ["x"])
+        result.done(run.order(), run.settings, folder, measures, ["x"])
+    # Not asked for, it is left out: a record is JSON, which has no NaN.
+    numbers = result.done(run.order(), run.settings, folder, measures, ["y"])["metrics"]
+    assert numbers["y"] == 3 and "x" not in numbers
+
+
+def test_what_a_run_has_at_its_end_is_known_before(tmp_path):
+    """``NUMBERS`` and ``OF_A_TASK`` are what a trained run has."""
+    run = make_plan(STUDY, tiny_sweep.get_config().to_dict()).points[0].runs[0]
+    folder = RunFolder(tmp_path / "run")
+    loop.train(run.config, run.settings, folder)
+    numbers = result.done(run.order(), run.settings, folder, [], [])["metrics"].keys()
+    bill = {field.name for field in dataclasses.fields(Bill)}
+    tasks = {f"{task}/{name}" for task in ("copy", "induction") for name in result.OF_A_TASK}
+    assert numbers == {*result.NUMBERS, *bill, *tasks}
+
+
+def test_the_commands_are_those_of_all_points_and_of_each(monkeypatch):
+    for chosen in ([], ["--only=gqa"], ["--only", "gqa m*"], ["--point", "1"], ["-point=1"]):
+        argv = ["sweep.py", "--config=a b.py", *chosen, "--workdir=x", "--seeds=2"]
+        monkeypatch.setattr(sys, "argv", argv)
+        plan = make_plan(STUDY, tiny_sweep.get_config().to_dict())
+        found = describe("tiny", "a b.py", STUDY, plan)
+        assert found["command"] == "python sweep.py '--config=a b.py' --workdir=x --seeds=2"
+        assert [point["command"] for point in found["points"]] == [
+            f"python sweep.py '--config=a b.py' --seeds=2 --only={name} "
+            f"--workdir=runs/sweeps/tiny-{name}"
+            for name in ("gqa", "mqa")
+        ]
+
+
+def test_a_report_has_all_that_the_folder_holds(folder):
+    for changes, said in (
+        ({"only": "gqa"}, "--only would do nothing with --report_only"),
+        ({"dry_run": True}, "--dry_run would do nothing"),
+        ({"overrides": {"train.steps": 3}}, "--config.train.steps would do nothing"),
+    ):
+        asked = dataclasses.replace(
+            tiny_sweep.options(**changes), given=frozenset(changes) - {"overrides"}
+        )
+        with pytest.raises(OptionError, match=said):
+            command.report(folder, STUDY, asked)
+
+
+def test_a_run_that_failed_says_where_it_ran(tmp_path):
+    folder = fill(tmp_path / "sweep")
+    last = folder.run("mqa,lr=0.01,seed=1")
+    last.begin({"train": {"steps": 3}}, ENVIRONMENT)
+    line = report.record(results.read(folder).runs[-1])
+    assert line["run"] == "mqa,lr=0.01,seed=1" and line["status"] == "failed"
+    assert line["device"] == "cpu" and line["git"]["commit"] == "a" * 40
 
 
 @pytest.mark.parametrize(

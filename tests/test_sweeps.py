@@ -146,6 +146,22 @@ def test_a_report_is_redrawn_from_the_folder_alone(undisturbed, environment):
     assert (path / "report.html").read_text() == page and (path / "curves.png").exists()
 
 
+def test_points_of_a_job_array_train_side_by_side(undisturbed, environment, tmp_path):
+    """As under Slurm: both begin in a folder that is not there yet."""
+    path, _ = undisturbed
+    points = [start(environment, *tiny(tmp_path / "sweep", f"--point={i}")) for i in range(2)]
+    for process in points:
+        out, err = process.communicate(timeout=300)
+        assert (process.returncode, err) == (0, ""), err
+        assert f"report: python sweep.py --report_only --workdir={tmp_path / 'sweep'}" in out
+    ours, theirs = records(tmp_path / "sweep"), records(path)
+    for name in NAMES:
+        for metric, value in timeless(theirs[name])["metrics"].items():
+            assert ours[name]["metrics"][metric] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    code, out, _ = sweep(environment, "--report_only", f"--workdir={tmp_path / 'sweep'}")
+    assert code == 0 and "CONFIRMED: heads that share keys halve the cache" in out
+
+
 def test_packed_runs_equal_unpacked_ones(undisturbed, environment, tmp_path):
     """The tolerance that the README states: batched products may add in another order."""
     path, _ = undisturbed
@@ -239,7 +255,9 @@ def test_a_killed_driver_and_killed_workers_change_no_result(
 ):
     """kill -9 at random moments; a second sweep beside the first is refused meanwhile."""
     path, argv = tmp_path / "sweep", tiny(tmp_path / "sweep", f"--pack={pack}")
-    chance = random.Random(int.from_bytes(os.urandom(4)))
+    seed = int.from_bytes(os.urandom(4))
+    print("moments:", seed)
+    chance = random.Random(seed)
     driver = start(environment, *argv)
     wait_until(lambda: workers(driver), driver)
     code, _, err = sweep(environment, *argv)

@@ -1,10 +1,14 @@
 """A sweep of four runs as small as tests.tiny, and folders as such sweeps leave them."""
 
 import dataclasses
+from pathlib import Path
 
 from configs import gqa
+from sweeps import result
 from sweeps.axes import axis
+from sweeps.description import describe
 from sweeps.options import Options
+from sweeps.plan import Plan
 from sweeps.study import Study
 from sweeps.verdicts import Above, Ratio
 from tests import tiny
@@ -33,6 +37,16 @@ def get_sweep():
             Above("ten steps are enough", "gqa", "copy/accuracy", 0.99),
         ),
     )  # fmt: skip
+
+
+def arguments(plan: Plan) -> tuple[dict, Path]:
+    """What ``SweepFolder.begin`` takes."""
+    return describe("tiny", "tiny.py", get_sweep(), plan), Path(__file__)
+
+
+def record(run: dict) -> dict:
+    """The result of a run that is done."""
+    return {**result.failed(run, ""), "status": "done", "metrics": {"copy/accuracy": 0.5}}
 
 
 def options(**changes) -> Options:

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from training.settings import OptionError
@@ -23,7 +23,9 @@ _PAUSE = 0.05
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, *, shared: bool = False, wait: float = 0.0) -> Iterator[str]:
+def locked(
+    path: Path, what: str, *, shared: bool = False, wait: float = 0.0, sharers: str = ""
+) -> Iterator[str]:
     """Holds a lock while the block runs.
 
     Args:
@@ -31,6 +33,7 @@ def locked(path: Path, what: str, *, shared: bool = False, wait: float = 0.0) ->
       what: what is locked, for the message.
       shared: others may hold it too, if they also share it.
       wait: seconds to wait for the one who has it.
+      sharers: pattern of the lock files beside it in which those who share it say who they are.
 
     Yields:
       A sentence on an owner that ended without giving its lock back; "" where there was none.
@@ -48,7 +51,7 @@ def locked(path: Path, what: str, *, shared: bool = False, wait: float = 0.0) ->
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    who = _owner(path) or "others"
+                    who = _owner(path) or _owners(path.parent.glob(sharers) if sharers else ())
                     raise OptionError(
                         f"{what} is in use by {who} (lock: {path}); wait for it, or end it"
                     ) from None
@@ -69,6 +72,11 @@ def _write(path: Path, text: str) -> None:
     # Best effort: on a full disk the lock holds all the same, without its owner's name.
     with contextlib.suppress(OSError):
         path.write_text(text)
+
+
+def _owners(paths: Iterable[Path]) -> str:
+    """Who wrote the lock files last, in words."""
+    return " and ".join(filter(None, map(_owner, sorted(paths)))) or "others"
 
 
 def _owner(path: Path) -> str:

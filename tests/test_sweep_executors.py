@@ -1,0 +1,83 @@
+"""What runs jobs: how a machine is divided, what a cluster is asked for, and what neither has."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from sweeps import cluster, local
+from sweeps.command import make_executor
+from sweeps.executor import Job
+from tests.tiny_sweep import options
+from training.settings import OptionError
+
+
+def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
+    def resources(executor, **changes):
+        return options(executor=executor, **changes)
+
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    for wanted, said in (
+        (resources("ray"), "needs Ray: pip install -r requirements-cluster.txt"),
+        (resources("ray", workers=2), "--workers is for this machine"),
+        (resources("local", gpus_per_run=1.0), "set --executor=ray"),
+        (resources("local", workers=0), "--workers must be at least 1, got 0"),
+        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1, got 0"),
+        (resources("slurm"), "local or ray, got 'slurm'"),
+    ):
+        with pytest.raises(OptionError, match=re.escape(said)):
+            make_executor(wanted)
+
+
+def test_what_a_run_asks_of_a_cluster():
+    """Rejected before Ray is asked; then counted by what the nodes have."""
+    pytest.importorskip("ray")
+    for changes, said in (
+        ({"cores_per_run": 0}, "--cores_per_run must be at least 1, got 0"),
+        ({"gpus_per_run": -1.0}, "--gpus_per_run must be 0 or more, got -1.0"),
+        ({"memory_per_run": -2.0}, "--memory_per_run must be 0 or more, got -2.0"),
+    ):
+        with pytest.raises(OptionError, match=re.escape(said)):
+            make_executor(options(executor="ray", **changes))
+    node = {"CPU": 8.0, "GPU": 1.0, "memory": 2.0**34}
+    assert cluster._fits(node, {"CPU": 2, "GPU": 0.0, "memory": 0}) == 4
+    assert cluster._fits(node, {"CPU": 2, "GPU": 0.5, "memory": 0}) == 2
+    assert cluster._fits(node, {"CPU": 2, "GPU": 0.0, "memory": 2**33}) == 2
+    assert cluster._fits({"CPU": 8.0}, {"CPU": 2, "GPU": 1.0, "memory": 0}) == 0
+
+
+def test_gpus_are_those_that_the_user_may_use(monkeypatch):
+    monkeypatch.setattr(local, "_accelerators", lambda: ("gpu", 2))
+    for mine, names in (
+        (None, ["0", "1"]),
+        ("2,3", ["2", "3"]),
+        ("MIG-a, MIG-b", ["MIG-a", "MIG-b"]),
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if mine:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+        shares = local.LocalExecutor()._shares
+        assert [extra["CUDA_VISIBLE_DEVICES"] for extra, _ in shares] == names
+    with pytest.raises(OptionError, match="--cores_per_run=4 divides the cores of a CPU"):
+        local.LocalExecutor(cores_per_run=4)
+
+
+def test_a_process_that_cannot_be_started_keeps_no_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    executor = local.LocalExecutor(workers=1)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            executor.start(Job("x", tmp_path / "x.json", tmp_path / "nosuch" / "x.txt"))
+    assert executor._free == [0]
+
+
+def test_this_machine_is_divided_among_its_processes(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(local, "available_cores", lambda: [0, 2, 3, 5, 7])
+    assert local.LocalExecutor().slots == 5
+    two = local.LocalExecutor(cores_per_run=2)
+    assert two.slots == 2 and [cores for _, cores in two._shares] == [[0, 2], [3, 5]]
+    assert local.LocalExecutor(cores_per_run=8)._shares[0][1] == [0, 2, 3, 5, 7]
+    assert local.LocalExecutor(workers=7).slots == 7
