@@ -26,7 +26,8 @@ def summary(table: EmergenceTable) -> dict[str, float]:
       strongest head, ``previous_token`` the highest of all heads, ``in_context_learning`` in nats.
       Of runs that changed ``half_step``, ``half_tokens`` and ``width_share``, the 10 to 90 % rise
       as a share of training. Where the other curve has changed too ``previous_lag`` and
-      ``learning_lag`` in steps; where the curve is not constant its Spearman correlation with
+      ``learning_lag`` in steps, and ``previous_sum_lag``, of previous-token attention summed over
+      the heads of the layers below; where the curve is not constant its Spearman correlation with
       prefix matching over all looks, ``previous_correlation`` and ``learning_correlation``.
       ``learning_inside`` is 1 where in-context learning is half-way within the 10 to 90 % of prefix
       matching. What is not finite is left out.
@@ -57,6 +58,9 @@ def summary(table: EmergenceTable) -> dict[str, float]:
         previous = below_RLN[:, *strongest_head(below_RLN)]
         rise = find_change(step, previous, LEAST_PREVIOUS_RISE)
         numbers |= _beside("previous", prefix, change, previous, rise)
+        of_all = find_change(step, below_RLN.sum((1, 2)), LEAST_PREVIOUS_RISE)
+        if change is not None and of_all is not None:
+            numbers["previous_sum_lag"] = of_all.half - change.half
     return {name: float(value) for name, value in numbers.items() if np.isfinite(value)}
 
 

@@ -24,42 +24,41 @@ def loss_by_position(logits_BTV: jax.Array, batch: Batch, loss_on: str) -> tuple
     return jax.vmap(cross_entropy, in_axes=1)(logits_BTV, batch.targets_BT, weights_BT)
 
 
-def compared_positions(length: int) -> tuple[int, int]:
+def compared_positions(length: int, around: int = 0) -> tuple[int, int]:
     """The early and the late position of the in-context-learning score, as far in as the paper's.
 
     Raises:
-      ValueError: the sequence is too short to have both.
+      ValueError: the sequence is too short to have both, with so many positions around them.
     """
     early, late = _EARLY * length // _OF, _LATE * length // _OF
     if early == late:
         raise ValueError(f"a sequence of {length} tokens has no early and no late position")
+    if early - around < 0 or late + around >= length:
+        raise ValueError(
+            f"{around} positions around {(early, late)} are not all in {length} tokens"
+        )
     return early, late
 
 
-def in_context_learning_score(loss_T: jax.Array) -> jax.Array:
+def in_context_learning_score(loss_T: jax.Array, around: int = 0) -> jax.Array:
     """Loss late in the sequence minus loss early in it, in nats; more negative is more.
 
     At 500/512 and 50/512 of the length: tokens 500 and 50 of the paper's 512. Olsson et al. 2022
     (arXiv 2209.11895).
-    """
-    early, late = compared_positions(loss_T.shape[-1])
-    return loss_T[..., late] - loss_T[..., early]
 
-
-def late_less_early(loss_T: jax.Array, around: int) -> jax.Array:
-    """The in-context-learning score with the losses around both positions averaged, in nats.
-
-    The loss of one token of text varies by nats from sequence to sequence; the mean of 2 · around
-    + 1 neighbours varies as much less as if there were as many more sequences, nearly.
+    Args:
+      loss_T: nats by position.
+      around: positions on either side of both that are averaged with them. The loss of one token
+        of text varies by nats from sequence to sequence; the mean of 2 · around + 1 neighbours
+        varies as much less as if there were as many more sequences, nearly.
 
     Raises:
-      ValueError: there are no such neighbours.
+      ValueError: there are no such positions.
     """
-    length = loss_T.shape[-1]
-    positions = compared_positions(length)
-    if any(at - around < 0 or at + around >= length for at in positions):
-        raise ValueError(f"{around} positions around {positions} are not all in {length} tokens")
-    early, late = (loss_T[..., at - around : at + around + 1].mean(-1) for at in positions)
+    early, late = (
+        loss_T[..., at - around : at + around + 1].mean(-1)
+        for at in compared_positions(loss_T.shape[-1], around)
+    )
     return late - early
 
 

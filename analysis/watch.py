@@ -112,13 +112,18 @@ def check(settings: Settings) -> None:
             f"{settings.objective.name!r}; set analysis.every=0"
         )
     try:
-        _sequences(settings)
-        compared_positions(settings.task.length)
+        sequences_of(settings)
+        compared_positions(settings.task.length, settings.analysis.around)
     except ValueError as error:
         raise OptionError(f"analysis.every={every}: {error}") from None
 
 
-def _sequences(settings: Settings) -> ScoreSequences:
+def sequences_of(settings: Settings) -> ScoreSequences:
+    """What the heads of a run are scored on.
+
+    Raises:
+      ValueError: the model is too small to be scored.
+    """
     learned = settings.model.position == "learned"
     return score_sequences(
         settings.task.vocab_size,
@@ -134,7 +139,7 @@ def make_measure(settings: Settings):
       ValueError: the model is too small to be scored.
     """
     options, graph = settings.analysis, graph_of(settings)
-    sequences = _sequences(settings)
+    sequences = sequences_of(settings)
     task = settings.held_out
     batch = jax.jit(task.sample, static_argnums=1)(
         evaluation_key(settings.eval.seed, 0), options.sequences
@@ -160,7 +165,7 @@ def make_measure(settings: Settings):
         numbers = {
             "loss": mean_or_nan(loss_T.sum(), count_T.sum()),
             "loss_repeated": mean_or_nan(repeated_T.sum(), answers_T.sum()),
-            "in_context_learning": in_context_learning_score(by_position_T),
+            "in_context_learning": in_context_learning_score(by_position_T, options.around),
             "prefix_matching_chance": jnp.float32(chance),
         }
         if is_delimiter_BT.any():

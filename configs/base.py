@@ -183,5 +183,6 @@ def get_config() -> ConfigDict:
     config.analysis = analysis = ConfigDict()
     analysis.every = 0  # steps between two looks at heads and loss by position; 0: none
     analysis.sequences = 32  # of the held-out tasks, for loss by position
+    analysis.around = 0  # positions averaged on either side of those of the in-context score
     analysis.bos = True  # whether the sequences that heads are scored on begin with BOS
     return config

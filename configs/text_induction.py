@@ -14,6 +14,9 @@ change forward.
 
 from configs import base
 
+# The loss of one token of text is mostly that token's; the paper averages over more text.
+AROUND = 11
+
 
 def get_config():
     """Byte pairs of 512 ids, 512 tokens as in the paper, smeared keys; loss on all positions."""
@@ -33,4 +36,5 @@ def get_config():
     config.optimizer.schedule = "constant"
     config.analysis.every = 50
     config.analysis.sequences = 128
+    config.analysis.around = AROUND
     return config

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from analysis import emergence_table
+from analysis import emergence_table, watch
 from analysis.ablation import Ablation, least_important_first, random_order, without
 from analysis.emergence_summary import induction_heads, previous_token_heads, summary
 from analysis.emergence_table import EmergenceTable
+from analysis.head_scores import attended_logits, copying
 from analysis.loss_by_position import (
     in_context_learning_score,
-    late_less_early,
     loss_by_position,
 )
 from models.pure import merge, split
@@ -32,7 +32,7 @@ def emergence(folder: RunFolder, settings: Settings) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class LateLessEarly:
-    """``late_less_early``: see ``analysis.loss_by_position``; the more negative, the more learnt.
+    """``late_less_early``: the in-context-learning score of a trained run, on more sequences.
 
     For data on which the loss of one token says little, such as text.
 
@@ -64,7 +64,30 @@ class LateLessEarly:
             of_each = jax.lax.map(of_some, jnp.arange(self.sequences // 16))
             return jnp.divide(*(found.sum(0) for found in of_each))
 
-        return {"late_less_early": float(late_less_early(loss_T(params), self.around))}
+        return {"late_less_early": float(in_context_learning_score(loss_T(params), self.around))}
+
+
+def copied(folder: RunFolder, settings: Settings) -> dict[str, float]:
+    """What the ``induction_heads`` of a run copy together; nothing of a run without any.
+
+    ``copying_together`` is the copying score of the sum of their outputs, and ``copied_first`` the
+    share of attended tokens whose own logit it raises most, of all tokens of the sequence.
+    """
+    chosen = induction_heads(_table(folder).heads("prefix_matching")[-1])
+    if not chosen:
+        return {}
+    graph, params = split(restore(folder).model)
+    sequences = watch.sequences_of(settings)
+
+    @jax.jit
+    def added(params):
+        by_layer = attended_logits(merge(graph, params), sequences)
+        return sum(by_layer[layer][:, :, head] for layer, head in chosen)
+
+    logits_BTU = added(params)
+    first = logits_BTU.argmax(-1) == jnp.arange(logits_BTU.shape[1])[None]
+    score_N = copying(logits_BTU[:, :, None])
+    return {"copying_together": float(score_N[0]), "copied_first": float(first.mean())}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +159,12 @@ class Pruning:
     per cent of all heads. ``pruned/importance_free`` and ``pruned/random_free`` are the largest
     shares that cost no more than ``tolerance``.
 
+    Heads are ranked on other sequences than those that accuracy is measured on.
+
     Michel et al. 2019 (arXiv 1905.10650).
 
     Attributes:
-      sequences: of the held-out task.
+      sequences: of the held-out task, of each kind.
       orders: random ones, averaged.
       tolerance: accuracy that counts as little.
     """
@@ -149,11 +174,13 @@ class Pruning:
     tolerance: float = 0.02
 
     def __call__(self, folder: RunFolder, settings: Settings) -> dict[str, float]:
-        return self.prune(Ablation(restore(folder).model, _batch(settings, self.sequences)))
+        model = restore(folder).model
+        ranked, tried = (Ablation(model, _batch(settings, self.sequences, at)) for at in (1, 0))
+        return self.prune(tried, ranked.importance())
 
-    def prune(self, ablation: Ablation) -> dict[str, float]:
-        """The numbers of a model."""
-        by_importance = [least_important_first(ablation.importance())]
+    def prune(self, ablation: Ablation, importance_LN: np.ndarray) -> dict[str, float]:
+        """The numbers of a model whose heads are of that importance."""
+        by_importance = [least_important_first(importance_LN)]
         at_random = [random_order(ablation.shape, seed) for seed in range(self.orders)]
         found = {}
         for name, orders in (("importance", by_importance), ("random", at_random)):
@@ -183,6 +210,7 @@ def _table(folder: RunFolder) -> EmergenceTable:
     return table
 
 
-def _batch(settings: Settings, sequences: int) -> Batch:
+def _batch(settings: Settings, sequences: int, at: int = 0) -> Batch:
+    """Sequences of the held-out task, others for every ``at``."""
     sample = jax.jit(settings.held_out.sample, static_argnums=1)
-    return sample(evaluation_key(settings.eval.seed, 0), sequences)
+    return sample(evaluation_key(settings.eval.seed, at), sequences)

@@ -11,6 +11,7 @@ import numpy as np
 from analysis import emergence_table
 from analysis.emergence import strongest_head
 from analysis.figures import new_figure, with_prefixes
+from analysis.loss_by_position import in_context_learning_score
 from analysis.plots import COLOURS, STYLES
 from sweeps.folder import SweepFolder
 from sweeps.pictures import MARKERS, clean, mean_curve, style
@@ -26,10 +27,12 @@ class EmergenceCurves:
 
     Attributes:
       columns: names of points, by column.
+      around: positions averaged in the in-context-learning score, as in ``analysis.around``.
       name: of the picture's file, without its ending.
     """
 
     columns: tuple[tuple[str, ...], ...]
+    around: int = 0
     name: str = "emergence"
 
     def __call__(self, results: Results, folder: Path) -> list[Path]:
@@ -42,7 +45,7 @@ class EmergenceCurves:
         for column, rows in zip(points, panels.T, strict=True):
             for index, point in enumerate(column):
                 tables = _tables(sweep, point)
-                for axes, curve in zip(rows, (_prefix, _previous, _learning), strict=True):
+                for axes, curve in zip(rows, (_prefix, _previous, self._learning), strict=True):
                     seeds = [(t["tokens"].tolist(), curve(t).tolist()) for t in tables]
                     _mean_and_seeds(axes, seeds, point.name, style(index))
             rows[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False,
@@ -60,6 +63,9 @@ class EmergenceCurves:
         figure.savefig(path, dpi=150)
         return [path]
 
+    def _learning(self, table) -> np.ndarray:
+        return in_context_learning_score(table.loss_by_position(), self.around)
+
 
 def _tables(sweep: SweepFolder, point: PointResult) -> list:
     found = [emergence_table.read(sweep.run(run.name).emergence) for run in point.best]
@@ -76,10 +82,6 @@ def _previous(table) -> np.ndarray:
 
 def _strongest(score_RLN: np.ndarray) -> np.ndarray:
     return score_RLN[:, *strongest_head(score_RLN)]
-
-
-def _learning(table) -> np.ndarray:
-    return table["in_context_learning"]
 
 
 def _mean_and_seeds(axes, seeds: Sequence, label: str, look: dict) -> None:

@@ -11,7 +11,6 @@ from analysis.emergence import find_change, strongest_head
 from analysis.loss_by_position import (
     compared_positions,
     in_context_learning_score,
-    late_less_early,
 )
 
 X = np.linspace(0, 100, 401)
@@ -89,11 +88,10 @@ def test_neighbours_of_both_tokens_are_averaged():
     loss = np.zeros(512)
     loss[48:53], loss[500] = 3.0, 10.0
     loss[47] = loss[53] = loss[497] = loss[503] = 100.0
-    assert late_less_early(loss, 2) == pytest.approx(10 / 5 - 3.0)
-    assert late_less_early(loss, 0) == pytest.approx(in_context_learning_score(loss))
+    assert in_context_learning_score(loss, 2) == pytest.approx(10 / 5 - 3.0)
     for around in (12, 51):
         with pytest.raises(ValueError, match=r"around \(50, 500\) are not all in 512"):
-            late_less_early(loss, around)
+            in_context_learning_score(loss, around)
 
 
 # --- The table and the figure ---------------------------------------------------------------------

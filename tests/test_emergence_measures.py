@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import types
 
+import jax
 import numpy as np
 import pytest
 
-from analysis import emergence_table
+from analysis import emergence_table, head_scores, watch
+from models.pure import merge, split
 from sweeps.emergence_measures import (
     HeadsRemoved,
     LateLessEarly,
     Pruning,
+    copied,
     emergence,
     free_share,
 )
@@ -51,8 +54,7 @@ class ByHand:
             found.append(self.full(gate_LN))
         return found
 
-    def importance(self):
-        return np.array([[0.0, 5.0, 0.1], [4.0, 1.0, 0.2]])
+    importance_LN = np.array([[0.0, 5.0, 0.1], [4.0, 1.0, 0.2]])
 
     def _result(self, gate_LN, share):
         kept = float((gate_LN * self.worth_LN).sum() * share)
@@ -81,7 +83,7 @@ def test_where_too_few_heads_are_left_all_of_them_go():
 
 
 def test_pruning_by_importance_and_at_random():
-    found = Pruning(orders=200).prune(ByHand())
+    found = Pruning(orders=200).prune(ByHand(), ByHand.importance_LN)
     by_importance = [found[f"pruned/importance@{share}"] for share in (0, 17, 33, 50, 67, 83, 100)]
     assert by_importance == pytest.approx([1, 1, 1, 1, 0.75, 0, 0])
     assert found["pruned/importance_free"] == pytest.approx(0.5)
@@ -110,14 +112,53 @@ def test_a_run_without_induction_heads_has_none_to_remove(tmp_path):
     assert HeadsRemoved()(folder, None) == {}
 
 
-def test_late_less_early_is_that_of_the_held_out_sequences(tmp_path):
-    config = tiny.config(task__length=47, train__steps=2, train__eval_every=2)
-    chosen, folder = settings(config), RunFolder(tmp_path / "run")
-    loop.train(config, chosen, folder)
-    model, total, count = restore(folder).model, 0, 0
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two steps of a model of one layer and two heads."""
+    config = tiny.config(task__length=47, task__vocab_size=32, train__steps=2, train__eval_every=2)
+    folder = RunFolder(tmp_path_factory.mktemp("measures") / "run")
+    loop.train(config, settings(config), folder)
+    return settings(config), folder
+
+
+@pytest.mark.parametrize("chosen", [(0,), (0, 1)])
+def test_what_induction_heads_copy_together(trained, chosen):
+    chosen_settings, folder = trained
+    score = np.full((1, 2), 0.05)
+    score[0, list(chosen)] = 0.9
+    folder.emergence.unlink(missing_ok=True)
+    row = emergence_table.flat_row({"step": 0}, {"prefix_matching": score}, [1.0])
+    emergence_table.append(folder.emergence, row)
+    found = copied(folder, chosen_settings)
+    model, sequences = restore(folder).model, watch.sequences_of(chosen_settings)
+    logits_BTU = np.asarray(head_scores.attended_logits(model, sequences)[0])[:, :, list(chosen)]
+    logits_BTU = logits_BTU.sum(2)
+    own = np.arange(logits_BTU.shape[1])
+    assert found["copied_first"] == pytest.approx((logits_BTU.argmax(-1) == own).mean())
+    rise = np.maximum(logits_BTU - logits_BTU.mean(-1, keepdims=True), 0)
+    share = rise[:, own, own] / rise.sum(-1)
+    assert found["copying_together"] == pytest.approx(4 * share.mean() - 1, abs=1e-5)
+    if len(chosen) == 1:
+        alone = head_scores.head_scores(model, sequences)["copying"][0, 0]
+        assert found["copying_together"] == pytest.approx(float(alone), abs=1e-5)
+
+
+def test_a_run_without_induction_heads_copies_nothing(trained):
+    chosen_settings, folder = trained
+    folder.emergence.unlink(missing_ok=True)
+    row = emergence_table.flat_row({"step": 0}, {"prefix_matching": np.full((1, 2), 0.1)}, [1.0])
+    emergence_table.append(folder.emergence, row)
+    assert copied(folder, chosen_settings) == {}
+
+
+def test_late_less_early_is_that_of_the_held_out_sequences(trained):
+    chosen, folder = trained
+    graph, params = split(restore(folder).model)
+    run = jax.jit(lambda params, tokens_BT: merge(graph, params)(tokens_BT)[0])
+    total, count = 0, 0
     for index in range(2):
         batch = chosen.held_out.sample(evaluation_key(chosen.eval.seed, index), 16)
-        logits = np.asarray(model(batch.tokens_BT)[0], np.float64)
+        logits = np.asarray(run(params, batch.tokens_BT), np.float64)
         log_z = np.log(np.exp(logits).sum(-1))
         loss = log_z - np.take_along_axis(logits, batch.targets_BT[..., None], -1)[..., 0]
         weights = np.asarray(LOSS_ON["all"](batch))

@@ -58,6 +58,7 @@ def test_a_change_with_all_that_comes_with_it(tmp_path):
     assert found["half_tokens"] == pytest.approx(400 * TOKENS_PER_STEP, rel=0.01)
     assert found["width_share"] == pytest.approx(np.log(81) / 0.05 / 1000, rel=0.1)
     assert found["previous_lag"] == pytest.approx(-50, abs=3)
+    assert found["previous_sum_lag"] == pytest.approx(-50, abs=3)
     assert found["learning_lag"] == pytest.approx(30, abs=3)
     assert found["learning_inside"] == 1
     assert found["prefix_matching"] == pytest.approx(0.83, abs=1e-3)
@@ -66,6 +67,22 @@ def test_a_change_with_all_that_comes_with_it(tmp_path):
     assert found["in_context_learning"] == pytest.approx(-3.1, abs=1e-3)
     assert found["previous_correlation"] == pytest.approx(1, abs=0.02)
     assert found["learning_correlation"] == pytest.approx(1, abs=0.02)
+
+
+def test_heads_that_share_a_rise_are_summed(tmp_path):
+    """The one that ends highest comes last; of the sum of both half is there with the first."""
+    table = table_of(
+        tmp_path,
+        curves({(1, 0): logistic(500, 0.03, 0.83)}),
+        curves({(0, 0): logistic(400, 0.03, 0.43), (0, 1): logistic(600, 0.03, 0.47)}),
+        np.zeros(len(STEPS)),
+    )
+    found = summary(table)
+    assert found["previous_lag"] == pytest.approx(100, abs=3)
+    # .4 of .84 at 400, .44 at 600: half of the whole is reached between the two.
+    both = logistic(400, 0.03, 0.43) + logistic(600, 0.03, 0.47)
+    half = np.interp(0.06 + 0.42, both, STEPS)
+    assert found["previous_sum_lag"] == pytest.approx(half - 500, abs=3) and half < 550
 
 
 def test_what_comes_long_after_is_late_and_outside(tmp_path):

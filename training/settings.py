@@ -70,10 +70,11 @@ class AnalysisOptions:
 
     every: int
     sequences: int
+    around: int
     bos: bool
 
     def __post_init__(self):
-        at_least("analysis", self, 0, "every")
+        at_least("analysis", self, 0, "every", "around")
         at_least("analysis", self, 1, "sequences")
 
 

@@ -141,9 +141,9 @@ def _heads():
             (EMERGENCE,)),
         Row(17, "Induction heads appear at one moment of training, and in-context learning jumps at"
             " that moment", "the emergence curve", (EMERGENCE,),
-            "what is drawn at random from so few heads are often the previous-token heads that the "
-            "induction heads need. With their patterns preserved as many random heads cost less "
-            "than a fifth, as is confirmed above."),
+            "the induction heads need some of so few other heads to know where to look. Leaving "
+            "out those with half the previous-token score of the best does not suffice, for weaker "
+            "ones carry part of it; preserving all patterns does."),
         Row(18, "Attention sink: idle heads put their weight on the first token",
             "mass on position 0 per head", (TEXT, SINKS),
             "no head of so small a model is idle. Were one, it would give its weight to a learned "
@@ -155,7 +155,7 @@ def _heads():
         Row(20, "Many heads are redundant: pruning a good share at test time costs almost nothing",
             "accuracy against share of heads removed, in order of importance", (EMERGENCE,),
             "heads of width 8 share the work, so that few of them are idle. Of 2 × 4 heads of "
-            "width 16 a fifth is free, as is confirmed above."),
+            "width 16 a fifth is free."),
     )  # fmt: skip
 
 

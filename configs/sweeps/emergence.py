@@ -10,10 +10,10 @@ twice as long.
 
 from configs import induction
 from sweeps.axes import case, chain
-from sweeps.emergence_measures import HeadsRemoved, Pruning, emergence
+from sweeps.emergence_measures import HeadsRemoved, Pruning, copied, emergence
 from sweeps.emergence_pictures import EmergenceCurves, PruningCurves
 from sweeps.study import Study
-from sweeps.verdicts import Above, Below, Exceeds, Outdoes
+from sweeps.verdicts import Above, Below, Between, Exceeds, Outdoes
 
 STEPS = 1200
 # Steps between two looks at the heads: no step is known more exactly.
@@ -54,8 +54,9 @@ def get_sweep():
         seeds=(0, 1, 2, 3, 4),
         metrics=(accuracy, "prefix_matching"),
         columns=("changed", "copying", "previous_token", "in_context_learning", "step_time_ms"),
-        events=("half_step", "width_share", "previous_lag", "learning_lag"),
-        measures=(emergence, HeadsRemoved(), Pruning()),
+        events=("half_step", "width_share", "previous_lag", "previous_sum_lag", "learning_lag",
+                "induction_heads", "copying_together", "copied_first"),
+        measures=(emergence, copied, HeadsRemoved(), Pruning()),
         pictures=(
             EmergenceCurves(((two, one, smeared_two, smeared_one),
                              (two, "heads=1", "scale=1", "heads=1-scale=1"))),
@@ -66,11 +67,16 @@ def get_sweep():
                   "more layers)", two, "changed", 1.0),
             Below(f"17: they change abruptly, 10 to 90 % within a quarter of training ({paper})",
                   two, "width_share", 0.25),
+            Below("with 8 heads of width 8 as abruptly", "heads=8", "width_share", 0.25),
             Below("16: one layer never changes, not in twice the training (the paper: never)",
                   one, "changed", 0.0),
-            Below("15, 16: previous-token heads of the layer below rise with prefix matching and "
-                  f"not after it, to within a look of {LOOK} steps (the paper: the circuit forms "
-                  "at once)", two, "previous_lag", LOOK),
+            Between("15, 16: previous-token heads of the layer below rise with prefix matching: "
+                    f"two looks of {LOOK} steps before it at most, or one after it (the paper: "
+                    "the circuit forms at once)", two, "previous_lag", -2 * LOOK, LOOK),
+            Below("with 8 heads of width 8 too none rises after it", "heads=8", "previous_lag",
+                  LOOK),
+            Below("reason: there the heads of the layer share it, and their sum rises before",
+                  "heads=8", "previous_sum_lag", 0.0),
             Above("15, 16: and their scores are ranked alike over steps", two,
                   "previous_correlation", 0.7),
             Above(f"17: in-context learning is half-way within the change ({paper}, both)", two,
@@ -83,19 +89,26 @@ def get_sweep():
                   "changed", 1.0),
             Exceeds("16: with smeared keys two layers change earlier, by a look or more (the "
                     "paper: earlier)", two, smeared_two, "half_step", LOOK),
+            Above("the strongest induction head raises what it attends to (the paper: induction "
+                  "heads copy)", two, "copying", 0.5),
+            Above("reason: alone it raises others with it; the induction heads together raise the "
+                  "attended token most", two, "copied_first", 0.95),
             Below(f"17: without induction heads a fifth of it is left or less ({whole})", two,
                   "kept/induction_full", 0.2),
-            Below("17: likewise with all patterns preserved", two, "kept/induction_preserving",
-                  0.2),
+            Below("17: likewise with all patterns preserved (the same heads: no pattern depends on "
+                  "those of the last layer)", two, "kept/induction_preserving", 0.2),
             Above("17: without as many other heads at random four fifths are left (the paper: "
                   "other heads do not matter)", two, "kept/random_full", 0.8),
-            Above("17: likewise with all patterns preserved", two, "kept/random_preserving", 0.8),
-            Above("17: likewise of 8 heads, fully, where none is a previous-token head",
-                  "heads=8", "kept/idle_full", 0.8),
+            Above("reason 17: the induction heads need them to know where to look; with all "
+                  "patterns preserved four fifths are left", two, "kept/random_preserving", 0.8),
+            Above("of 8 heads, fully, where none of those at random has half the previous-token "
+                  "score of the best", "heads=8", "kept/idle_full", 0.8),
             Above(f"20: a fifth of 2 × 4 heads can go, least important first, at .02 of accuracy "
                   f"({michel})", two, "pruned/importance_free", 0.2),
             Above(f"20: likewise of 2 × 8 heads ({michel})", "heads=8", "pruned/importance_free",
                   0.2),
+            Above("reason 20: heads of width 8 share the work; a third of 16 are induction heads",
+                  "heads=8", "induction_heads", 16 / 3),
             Outdoes("20: with a quarter of 2 × 4 heads gone that order is better than random ones",
                     two, "pruned/importance@25", "pruned/random@25", 0.05),
             Outdoes("20: likewise of 2 × 8 heads", "heads=8", "pruned/importance@25",

@@ -31,8 +31,8 @@ def get_sweep():
         columns=("changed", "prefix_matching", "previous_token", "late_less_early",
                  "step_time_ms"),
         events=("half_step", "width_share"),
-        measures=(emergence, LateLessEarly()),
-        pictures=(EmergenceCurves(((smeared, plain),)),),
+        measures=(emergence, LateLessEarly(around=text_induction.AROUND)),
+        pictures=(EmergenceCurves(((smeared, plain),), around=text_induction.AROUND),),
         verdicts=(
             Above("16, 17: with smeared keys the change comes, with every seed (the paper: it "
                   "comes earlier)", smeared, "changed", 1.0),
