@@ -63,7 +63,9 @@ def record(run: RunResult) -> dict:
 
 def table_csv(results: Results) -> str:
     """All runs, the whole grid, with every number and every option that differs between them."""
-    numbers = list(dict.fromkeys(name for run in results.runs for name in run.metrics))
+    head = ["run", "point", "seed", "learning_rate", "best_learning_rate", "status", "error"]
+    numbers = dict.fromkeys(name for run in results.runs for name in run.metrics)
+    numbers = [name for name in numbers if name not in head]
     flat = {run.name: dict(flatten(run.config)) for run in results.runs}
     options = sorted({name for options in flat.values() for name in options})
     varied = [
@@ -73,7 +75,6 @@ def table_csv(results: Results) -> str:
     ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    head = ["run", "point", "seed", "learning_rate", "best_learning_rate", "status", "error"]
     writer.writerow([*head, *numbers, *varied, "command"])
     for point in results.points:
         for run in point.runs:

@@ -168,6 +168,34 @@ def test_the_figure_says_when_the_change_came(path, tmp_path):
     assert imread(tmp_path / "emergence.png").shape[:2] == (1560, 1080)
 
 
+def test_the_figure_shows_what_the_table_says(path, tmp_path, monkeypatch):
+    figures, make = [], emergence_plot.new_figure
+    monkeypatch.setattr(
+        emergence_plot, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1]
+    )
+    emergence_plot.draw(path, tmp_path / "emergence.png")
+    table = emergence_table.read(path)
+    losses, learning, prefix, previous, heat, _ = figures[0].axes
+    tokens = table["tokens"]
+
+    def curves(axes):
+        """The curves against tokens, less the marks of the change and of chance."""
+        return [line.get_ydata() for line in axes.lines if len(line.get_xdata()) == len(tokens)]
+
+    np.testing.assert_array_equal(curves(losses), [table["loss"], table["loss_repeated"]])
+    np.testing.assert_array_equal(curves(learning), [table["in_context_learning"]])
+    for axes, score in ((prefix, "prefix_matching"), (previous, "previous_token")):
+        expected = table.heads(score).reshape(len(tokens), -1).T
+        np.testing.assert_array_equal(curves(axes), expected)
+    for axes in (losses, learning, prefix, previous):
+        (half,) = (line for line in axes.lines if len(set(line.get_xdata())) == 1)
+        assert half.get_xdata()[0] == pytest.approx(819_200, rel=0.01)
+    (mesh,) = heat.collections
+    np.testing.assert_array_equal(mesh.get_array(), table.loss_by_position().T)
+    # The first position is on top.
+    assert heat.get_ylim()[0] > heat.get_ylim()[1]
+
+
 def width(path):
     table = emergence_table.read(path)
     return find_change(table["tokens"], table["prefix_matching/layer1/head2"]).width / 1000

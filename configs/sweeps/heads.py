@@ -12,9 +12,9 @@ from sweeps.verdicts import Exceeds, Ratio
 
 
 def get_config():
-    """Two layers of width 64, 500 steps."""
+    """Two layers of width 64, 800 steps."""
     config = base.get_config()
-    config.train.steps = 500
+    config.train.steps = 800
     return config
 
 

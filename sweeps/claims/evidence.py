@@ -91,14 +91,12 @@ class Bench:
       benchmark: a module in benchmarks/.
       options: of its command.
       minutes: see ``rows.Evidence``.
-      reason: its verdicts test a reason.
     """
 
     name: str
     benchmark: str
     options: tuple[str, ...]
     minutes: float
-    reason: bool = False
     whole = True
 
     @property
@@ -118,7 +116,7 @@ class Bench:
 
     def _finding(self, verdict: dict) -> Finding:
         row, confirmed = int(verdict["row"]), bool(verdict["confirmed"])
-        return Finding(row, verdict["claim"], verdict["figures"], confirmed, self.reason)
+        return Finding(row, verdict["claim"], verdict["figures"], confirmed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +160,12 @@ class StudyEvidence:
                     Finding(int(number), claim, measured, verdict.confirmed, bool(reason))
                     for number in numbers.split(", ")
                 ]
-        return Found(tuple(findings), Table(head(found), tuple(body(found))))
+        # What a short form leaves out has not failed.
+        tried = tuple(
+            point for point in found.points if any(r.status != results.MISSING for r in point.runs)
+        )
+        shown = dataclasses.replace(found, points=tried)
+        return Found(tuple(findings), Table(head(shown), tuple(body(shown))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +187,6 @@ class Training:
       options: of train.py.
       bounds: what its last evaluation has to reach.
       minutes: see ``rows.Evidence``.
-      reason: it tests a reason.
     """
 
     name: str
@@ -192,7 +194,6 @@ class Training:
     options: tuple[str, ...]
     bounds: tuple[AtLeast, ...]
     minutes: float
-    reason: bool = False
     whole = False
 
     @property
@@ -220,4 +221,4 @@ class Training:
             f"{bound.metric} {value:.3f} after {last['step']:,} steps (chance {chance:.3f}; "
             f"wanted: at least {bound.bound:g})"
         )
-        return Finding(None, bound.what, measured, value >= bound.bound, self.reason)
+        return Finding(None, bound.what, measured, value >= bound.bound)

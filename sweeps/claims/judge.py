@@ -28,8 +28,9 @@ class Judged:
 
     @property
     def confirmed(self) -> bool:
-        """Whether all evidence is there and all of it confirms the claim."""
-        return not self.errors and all(finding.confirmed for finding in self.findings)
+        """Whether all evidence is there, says something, and confirms the claim."""
+        judged = [finding.confirmed for finding in self.findings]
+        return not self.errors and bool(judged) and all(judged)
 
     def __str__(self) -> str:
         return CONFIRMED if self.confirmed else NOT_CONFIRMED

@@ -150,7 +150,7 @@ def _difference(each: Judged) -> list[str]:
 def _links(
     evidence: Sequence[Evidence], folder: Path, link: Callable[[str, str], str]
 ) -> Iterable[str]:
-    for name in (name for one in evidence for name in one.links):
+    for name in dict.fromkeys(name for one in evidence for name in one.links):
         path = name.partition("::")[0]
         yield link(name, os.path.relpath(ROOT / path, folder.resolve()))
 
