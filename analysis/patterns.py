@@ -15,6 +15,9 @@ from tasks import Batch, evaluation_key
 from tasks.vocabulary import token_name
 from training.settings import Settings
 
+# Inches of a panel, and names along its sides at most.
+_PANEL, _NAMED = 3.0, 24
+
 
 def draw_sequence(model, settings: Settings, index: int, folder: Path) -> list[Path]:
     """Saves the patterns of one evaluation sequence of every task; returns the paths."""
@@ -65,6 +68,8 @@ def draw_patterns(
 ) -> None:
     """One row of panels a layer, one panel a head; queries downwards, keys to the right.
 
+    Of long sequences some tokens are named, so that the names can be read.
+
     Args:
       patterns: path of a pattern → its weights (B, N, T, S); the first sequence is drawn.
       batch: the tokens that were read.
@@ -73,8 +78,7 @@ def draw_patterns(
       name_of: a token's name.
     """
     columns = max(weights.shape[1] for weights in patterns.values())
-    size = max(2.6, 0.105 * batch.tokens_BT.shape[1] + 0.6)
-    figure = new_figure(size * columns + 0.8, size * len(patterns) + 0.6)
+    figure = new_figure(_PANEL * columns + 0.8, _PANEL * len(patterns) + 0.6)
     panels = figure.subplots(len(patterns), columns, squeeze=False)
     for row, (name, weights_BNTS) in zip(panels, patterns.items(), strict=True):
         queries, keys = _sequences(name, batch)
@@ -83,16 +87,16 @@ def draw_patterns(
                 axes.set_axis_off()
                 continue
             image = axes.imshow(np.asarray(weights_BNTS[0, head]), cmap="viridis", vmin=0, vmax=1)
-            axes.set_title(f"{name.removesuffix('/pattern')} head {head}", fontsize=8)
+            axes.set_title(f"{name.removesuffix('/pattern')} head {head}", fontsize=9)
             for axis, tokens in ((axes.xaxis, keys), (axes.yaxis, queries)):
-                names = [name_of(token) for token in tokens]
-                axis.set_ticks(range(len(names)), names, fontsize=min(7, max(4, 300 / len(names))))
+                named = range(0, len(tokens), -(-len(tokens) // _NAMED))
+                axis.set_ticks(named, [name_of(tokens[i]) for i in named], fontsize=7)
             axes.tick_params(axis="x", rotation=90, length=1, pad=1)
             axes.tick_params(axis="y", length=1, pad=1)
     figure.colorbar(image, ax=panels, shrink=0.6, label="weight")
-    figure.suptitle(title, fontsize=9)
-    figure.supxlabel("key", fontsize=8)
-    figure.supylabel("query", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
     figure.savefig(path, dpi=130)
 
 

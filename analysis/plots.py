@@ -65,7 +65,7 @@ def draw_accuracy_by_length(rows: Sequence, path: Path) -> None:
         axes.axhline(mine[0].chance, color="0.4", linestyle=(0, (1, 1.5)),
                      label=f"chance {mine[0].chance:.3f}")  # fmt: skip
         lengths = [row.length for row in mine]
-        axes.axvspan(min(lengths) * 0.85, trained * 1.15, color="0.92", zorder=0,
+        axes.axvspan(min(lengths) * 0.85, trained * 1.15, color="0.9", zorder=0,
                      label="lengths seen in training")  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -75,5 +75,7 @@ def draw_accuracy_by_length(rows: Sequence, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accuracy on the answers")
-    panels[-1].legend(frameon=False, fontsize=8)
+    # Below the panels: on them it would lie on the shade that it explains.
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                  frameon=False, fontsize=8)  # fmt: skip
     figure.savefig(path, dpi=150)

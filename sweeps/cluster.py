@@ -28,16 +28,16 @@ class RayExecutor:
       cores, gpus, memory: what a run asks for; memory in GiB. 0 asks for none.
 
     Raises:
-      OptionError: Ray is not installed, there is no cluster at that address, or no cluster can
-        give a run what it asks for.
+      OptionError: a number that no cluster can give, Ray is not installed, or there is no cluster
+        at that address.
     """
 
     def __init__(self, address: str, cores: int, gpus: float, memory: float):
-        asked = {"cores_per_run": cores, "gpus_per_run": gpus, "memory_per_run": memory}
-        for name, value in asked.items():
-            if value < (name == "cores_per_run"):
-                least = "at least 1" if name == "cores_per_run" else "0 or more"
-                raise OptionError(f"--{name} must be {least}, got {value}")
+        for name, value, least in (
+            ("cores_per_run", cores, 1), ("gpus_per_run", gpus, 0), ("memory_per_run", memory, 0),
+        ):  # fmt: skip
+            if value < least:
+                raise OptionError(f"--{name} must be at least {least}, got {value}")
         try:
             import ray
         except ImportError:

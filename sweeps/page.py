@@ -58,7 +58,7 @@ def curves(results: Results, metric: str) -> go.Figure:
     figure = go.Figure()
     for index, point in enumerate(results.points):
         colour = COLOURS[index % len(COLOURS)]
-        dash = _DASHES[(index // len(COLOURS)) % len(_DASHES)]
+        dash = _DASHES[index % len(_DASHES)]
         group = {"legendgroup": point.name, "mode": "lines"}
         for run in point.runs:
             tokens, values = curve(run, metric)

@@ -9,30 +9,32 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.figures import new_figure
+from analysis.figures import new_figure, with_prefixes
 from analysis.plots import COLOURS, STYLES
-from sweeps.results import PointResult, Results, RunResult
+from sweeps.results import PointResult, Results, RunResult, sample
 
 # Their number has no divisor in common with that of the colours, so that pairs repeat late.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+# Colours with line styles: their numbers have no divisor in common either.
+LOOKS = len(COLOURS) * len(STYLES)
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """The pictures that every sweep has, as far as there are results to show."""
+    """The pictures that every sweep has, as far as there are results to show.
+
+    More than ``LOOKS`` curves cannot be told apart on paper; the page has them, with hover.
+    """
     drawn = []
     if any(run.metrics for run in results.runs):
         drawn.append(draw_comparison(results, folder / "comparison.png"))
-    if with_curves(results):
+    if with_curves(results) and len(results.points) <= LOOKS:
         drawn.append(draw_curves(results, folder / "curves.png"))
     return drawn
 
 
 def style(index: int) -> dict:
     """Colour and line of the index-th point, told apart in print and by colour-blind readers."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": STYLES[(index // len(COLOURS)) % len(STYLES)],
-    }
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
 
 
 def draw_comparison(results: Results, path: Path) -> Path:
@@ -54,6 +56,7 @@ def draw_comparison(results: Results, path: Path) -> Path:
             axes.plot(found.mean, at, "D", ms=5, color=COLOURS[0])
         if (chance := results.chance(metric)) is not None:
             axes.axvline(chance, color="0.4", linestyle=(0, (1, 1.5)), lw=1.2)
+        if "accuracy" in metric:
             axes.set_xlim(-0.02, 1.02)
         axes.set(xlabel=metric)
         clean(axes)
@@ -80,8 +83,10 @@ def draw_curves(results: Results, path: Path) -> Path:
                 axes.plot(tokens, values, lw=2, label=point.name, **style(index))
         if (chance := results.chance(metric)) is not None:
             axes.axhline(chance, color="0.4", linestyle=(0, (1, 1.5)), lw=1.2, label="chance")
+        if "accuracy" in metric:
             axes.set_ylim(-0.02, 1.02)
         axes.set(xlabel="training tokens", ylabel=metric)
+        axes.xaxis.set_major_formatter(with_prefixes())
         clean(axes)
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=7
@@ -146,6 +151,7 @@ class Scatter:
             axes.vlines(x, low, high, color=style(index)["color"], lw=1)
         if (chance := results.chance(self.y)) is not None:
             axes.axhline(chance, color="0.4", linestyle=(0, (1, 1.5)), label=f"chance {chance:.3f}")
+        if "accuracy" in self.y:
             axes.set_ylim(-0.02, 1.02)
         if self.log:
             axes.set_xscale("log", base=2)
@@ -203,6 +209,43 @@ class Series:
         axes.set_xticks(sorted(lengths), [str(length) for length in sorted(lengths)])
         axes.minorticks_off()
         axes.set(xlabel="length", ylabel=self.prefix.rstrip("@"), ylim=(-0.02, 1.02))
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        clean(axes)
+        path = folder / f"{self.name}.png"
+        figure.savefig(path, dpi=150)
+        return [path]
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """A metric against training tokens, with the levels that others reach in it.
+
+    Attributes:
+      metric: followed through training, such as "markov/loss".
+      levels: numbers of a run → what they are called, drawn as lines across.
+      name: of the picture's file, without its ending.
+    """
+
+    metric: str
+    levels: tuple[tuple[str, str], ...]
+    name: str = "levels"
+
+    def __call__(self, results: Results, folder: Path) -> list[Path]:
+        if self.metric not in with_curves(results):
+            return []
+        figure = new_figure(7, 4.4)
+        axes = figure.subplots()
+        for index, point in enumerate(results.points):
+            tokens, values = mean_curve([curve(run, self.metric) for run in point.best])
+            if tokens:
+                axes.plot(tokens, values, lw=2, label=point.name, **style(index))
+        for shade, (number, label) in enumerate(self.levels):
+            found = sample(results.runs, number)
+            if found.values:
+                look = {"color": f"{0.1 + 0.2 * shade:.2f}", "linestyle": (0, (1, 1 + shade))}
+                axes.axhline(found.mean, lw=1.2, label=f"{label}: {found.mean:.3f}", **look)
+        axes.set(xlabel="training tokens", ylabel=self.metric)
+        axes.xaxis.set_major_formatter(with_prefixes())
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         clean(axes)
         path = folder / f"{self.name}.png"

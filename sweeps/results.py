@@ -173,15 +173,21 @@ class Results:
     def chance(self, metric: str) -> float | None:
         """What a guesser reaches in a metric, by what the runs say; None where that is not known.
 
-        Where the points differ, the highest.
+        Where the points differ, that of the best guesser.
         """
         name = chance_name(metric)
-        return max((run.metrics[name] for run in self.runs if name in run.metrics), default=None)
+        best = min if lower_is_better(metric) else max
+        return best((run.metrics[name] for run in self.runs if name in run.metrics), default=None)
 
 
 def chance_name(metric: str) -> str | None:
-    """The number of a run that says what a guesser reaches in a metric; None where none does."""
+    """The number of a run that says what a guesser reaches in a metric; None where none does.
+
+    A loss has one where a measure gives ``<task>/uniform_loss``.
+    """
     task, _, kind = metric.rpartition("/")
+    if task and kind == "loss":
+        return f"{task}/uniform_loss"
     return f"{task}/{kind.replace('accuracy', 'chance')}" if "accuracy" in kind else None
 
 

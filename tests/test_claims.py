@@ -318,7 +318,7 @@ def test_a_benchmark_hands_on_its_verdicts(tmp_path):
 
 
 def test_a_study_hands_on_the_verdicts_that_name_a_row(tmp_path, monkeypatch):
-    from tests.test_sweep_report import STUDY, fill
+    from tests.filled_sweep import STUDY, fill
 
     folder = fill(tmp_path / "sweep")
     first, second = STUDY.verdicts

@@ -36,8 +36,8 @@ def test_what_a_run_asks_of_a_cluster():
     pytest.importorskip("ray")
     for changes, said in (
         ({"cores_per_run": 0}, "--cores_per_run must be at least 1, got 0"),
-        ({"gpus_per_run": -1.0}, "--gpus_per_run must be 0 or more, got -1.0"),
-        ({"memory_per_run": -2.0}, "--memory_per_run must be 0 or more, got -2.0"),
+        ({"gpus_per_run": -1.0}, "--gpus_per_run must be at least 0, got -1.0"),
+        ({"memory_per_run": -2.0}, "--memory_per_run must be at least 0, got -2.0"),
     ):
         with pytest.raises(OptionError, match=re.escape(said)):
             make_executor(options(executor="ray", **changes))

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from sweeps import report, results
-from tests.test_sweep_report import STUDY, fill
+from tests.filled_sweep import STUDY, fill
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402

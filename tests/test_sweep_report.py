@@ -1,4 +1,4 @@
-"""Results out of a folder in any state; statistics, verdicts, tables and files of a report."""
+"""The files of a report, of folders in any state, and the commands in it."""
 
 from __future__ import annotations
 
@@ -9,78 +9,17 @@ import json
 import math
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from sweeps import command, report, result, results, tables
+from sweeps import command, report, results, tables
 from sweeps.description import describe
-from sweeps.fairness import Bill
 from sweeps.folder import SweepFolder
-from sweeps.pictures import Scatter, Series, mean_curve, with_curves
 from sweeps.plan import make_plan
-from sweeps.results import Sample
-from sweeps.verdicts import Above, AllAbove, Below, Exceeds, Outdoes, Ratio, judge
 from tests import tiny_sweep
-from training import loop
-from training.run_folder import RunFolder, write_json
+from tests.filled_sweep import ENVIRONMENT, STUDY, fill
 from training.settings import OptionError
-
-RATES = (1e-3, 1e-2)
-STUDY = dataclasses.replace(
-    tiny_sweep.get_sweep(),
-    learning_rates=RATES,
-    events=("half_step",),
-    pictures=(
-        Scatter("cache_bytes", "copy/accuracy", "memory"),
-        Series("copy/accuracy@", "lengths", trained=16, chance=0.1),
-    ),
-)
-# Point, learning rate, seed → copy accuracy; mqa's run at 0.01 with seed 1 has failed.
-COPY = {
-    ("gqa", 1e-3, 0): 0.25, ("gqa", 1e-3, 1): 0.75, ("gqa", 1e-2, 0): 0.5, ("gqa", 1e-2, 1): 0.625,
-    ("mqa", 1e-3, 0): 0.25, ("mqa", 1e-3, 1): 0.5, ("mqa", 1e-2, 0): 1.0,
-}  # fmt: skip
-ENVIRONMENT = {
-    "started": "2026-01-02T03:04:05+00:00", "device_kind": "cpu", "platform": "cpu",
-    "cpu_count": 2, "versions": {"jax": "1.2.3"}, "git": {"commit": "a" * 40, "modified": True},
-    "attention_implementation": {"layer0": "reference"},
-}  # fmt: skip
-
-
-def fill(path) -> SweepFolder:
-    """A sweep folder with eight runs: seven done, one failed."""
-    plan = make_plan(STUDY, tiny_sweep.get_config().to_dict())
-    folder = SweepFolder(path)
-    folder.begin(describe("tiny", "a <b>.py", STUDY, plan), Path(tiny_sweep.__file__))
-    for point in plan.points:
-        for run in point.runs:
-            copy = COPY.get((run.point, run.learning_rate, run.seed))
-            if copy is None:
-                write_json(folder.result(run.name), result.failed(run.order(), "Diverged: <nan>\n"))
-                continue
-            numbers = dataclasses.asdict(point.bill) | {
-                "copy/accuracy": copy, "copy/chance": 0.0833, "induction/accuracy": copy / 2,
-                "induction/chance": 0.0833, "step_time_ms": 1.5, "copy/accuracy@16": copy,
-                "copy/accuracy@32": copy / 4,
-            }  # fmt: skip
-            if copy == 0.5:  # something happened
-                numbers["half_step"] = 40.0 + run.seed
-            head = result.failed(run.order(), "")
-            write_json(
-                folder.result(run.name),
-                head | {"status": "done", "metrics": numbers, "environment": ENVIRONMENT},
-            )
-            folder.run(run.name).path.mkdir(parents=True)
-            for step in (0, 5, 10):
-                value = 0.1 + (copy - 0.1) * step / 10
-                folder.run(run.name).append_metrics(
-                    {"step": step, "tokens": step * 68, "copy/accuracy": value,
-                     "induction/accuracy": value / 2}
-                )  # fmt: skip
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -91,85 +30,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     return results.read(folder)
-
-
-def test_the_best_learning_rate_has_the_best_mean_and_lost_no_seed(found):
-    # gqa: .5 against .5625; mqa: .375 against 1.0, where one of two seeds has failed.
-    assert found.point("gqa").learning_rate == 1e-2
-    assert found.point("mqa").learning_rate == 1e-3
-    assert found.sample("gqa", "copy/accuracy").values == (0.5, 0.625)
-    assert found.point("mqa").rates == RATES
-    assert found.point("mqa").sample("copy/accuracy", 1e-2).values == (1.0,)
-
-
-def test_a_rate_that_lacks_a_seed_loses_to_one_that_has_all():
-    runs = [
-        results.RunResult("", "", seed, rate, status, "", numbers, [], {}, {}, "")
-        for rate, seed, status, numbers in (
-            (1e-3, 0, "done", {"copy/accuracy": 0.3}),
-            (1e-3, 1, "done", {"copy/accuracy": 0.3}),
-            (1e-2, 0, "done", {"copy/accuracy": 0.9}),
-            (1e-2, 1, "missing", {}),
-        )
-    ]
-    assert results._best_rate(runs, "copy/accuracy") == 1e-3
-    assert results._best_rate(runs[:1] + runs[2:], "copy/accuracy") == 1e-3
-
-
-def test_the_best_loss_is_the_lowest():
-    runs = [
-        results.RunResult("", "", 0, rate, "done", "", {"markov/loss": loss}, [], {}, {}, "")
-        for rate, loss in ((1e-3, 0.9), (1e-2, 0.8), (1e-1, 1.1))
-    ]
-    assert results._best_rate(runs, "markov/loss") == 1e-2
-    assert results._best_rate(runs, "markov/accuracy") == 1e-3  # none has it: the first
-
-
-def test_mean_spread_and_interval_by_the_textbook():
-    sample = Sample((0.2, 0.4, 0.9), 3)
-    assert sample.mean == pytest.approx(0.5)
-    assert sample.spread == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2))
-    draws = np.random.default_rng(5).choice(sample.values, (200_000, 3)).mean(1)
-    low, high = sample.interval
-    assert low == pytest.approx(np.quantile(draws, 0.025), abs=0.01)
-    assert high == pytest.approx(np.quantile(draws, 0.975), abs=0.01)
-    assert sample.interval == sample.interval  # its draws are seeded
-    one = Sample((0.3,), 1)
-    assert one.mean == 0.3 and one.interval is None and math.isnan(one.spread)
-    assert Sample((0.3, 0.3), 2).interval == (0.3, 0.3)
-    assert math.isnan(Sample((), 0).mean)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "confirmed", "measured"),
-    [
-        (Above("c", "gqa", "copy/accuracy", 0.56), True, "0.5625 ± 0.088 [0.5, 0.625] (2 seeds)"),
-        (Above("c", "gqa", "copy/accuracy", 0.57), False, "0.5625"),
-        (Below("c", "gqa", "copy/accuracy", 0.57), True, "0.5625"),
-        (Below("c", "gqa", "copy/accuracy", 0.56), False, "0.5625"),
-        (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.18), True, "0.1875: 0.5625"),
-        (Exceeds("c", "gqa", "mqa", "copy/accuracy", 0.19), False, "0.1875: 0.5625"),
-        (Outdoes("c", "gqa", "copy/accuracy", "copy/accuracy@32", 0.42), True, "0.4219: 0.5625"),
-        (Outdoes("c", "gqa", "copy/accuracy", "copy/accuracy@32", 0.43), False, "0.4219: 0.5625"),
-        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.5), True, "1.5: 0.5625"),
-        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.05), False, "1.5: 0.5625"),
-        (Ratio("c", "gqa", "mqa", "copy/accuracy", 1.4, within=0.1), True, "1.5: 0.5625"),
-        (Above("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
-        (Below("c", "gqa", "recall/accuracy", 0.0), False, "no result"),
-        (Above("c", "mha", "copy/accuracy", 0.0), False, "no point 'mha'; it has gqa, mqa"),
-        (AllAbove("c", ("gqa", "mqa"), "copy/accuracy", 0.37), True, "mqa 0.375"),
-        (AllAbove("c", ("gqa", "mqa"), "copy/accuracy", 0.38), False, "mqa 0.375"),
-        # It has happened with one seed of two.
-        (Below("c", "gqa", "half_step", 50.0), False, "40 (1 of 2 seeds)"),
-        (Exceeds("c", "mqa", "gqa", "half_step", 0.5), False, "1: 41 (1 of 2 seeds) and 40"),
-        (Ratio("c", "gqa", "gqa", "half_step", 1.0), False, "1: 40 (1 of 2 seeds)"),
-        (AllAbove("c", ("gqa",), "half_step", 30.0), False, "gqa 40 (1 of 2 seeds)"),
-    ],
-)
-def test_verdicts(found, verdict, confirmed, measured):
-    (said,) = judge((verdict,), found)
-    assert said.claim == "c" and said.confirmed is confirmed and measured in said.measured
-    assert str(said) == ("CONFIRMED" if confirmed else "NOT CONFIRMED")
 
 
 def test_numbers_are_shown_short_and_missing_ones_as_a_dash():
@@ -254,64 +114,6 @@ def test_a_report_of_nothing_at_all(tmp_path):
     assert "has not run" in (folder.path / "report.md").read_text()
 
 
-def test_curves_are_averaged_where_all_have_a_value():
-    assert mean_curve([([0, 5, 10], [0.0, 0.5, 1.0]), ([0, 10], [0.5, 0.5]), ([], [])]) == (
-        [0, 10], [0.25, 0.75],
-    )  # fmt: skip
-
-
-# --- The record of a run -------------------------------------------------------------------------
-
-
-def trained(tmp_path, last):
-    plan = make_plan(tiny_sweep.get_sweep(), tiny_sweep.get_config().to_dict())
-    run = plan.runs[0]
-    folder = SweepFolder(tmp_path).run(run.name)
-    folder.begin(run.config, ENVIRONMENT)
-    folder.append_metrics({"step": 4, "tokens": 272, "tokens_per_second": 1e9})
-    for _ in range(2):
-        folder.append_metrics({"step": last, "tokens_per_second": 68_000, "copy/accuracy": 0.5})
-    return run, folder
-
-
-def test_a_record_holds_the_numbers_the_costs_and_the_measures(tmp_path):
-    run, folder = trained(tmp_path, last=10)
-    measures = [lambda folder, settings: {"width": settings.model.d_model}]
-    record = result.done(run.order(), run.settings, folder, measures, ["copy/accuracy", "width"])
-    assert record["status"] == "done" and record["environment"]["platform"] == "cpu"
-    numbers = record["metrics"]
-    assert numbers["copy/accuracy"] == 0.5 and numbers["width"] == 8
-    assert numbers["step_time_ms"] == pytest.approx(1.0)  # 68 tokens at 68,000 a second
-    # Embedding and head 16 × 8 each, four projections 8 × 8, two norms of 8.
-    assert numbers["parameters"] == 528 and numbers["cache_bytes_per_token"] == 2 * 8 * 4
-
-
-def test_half_a_run_and_missing_numbers_are_no_success(tmp_path):
-    run, folder = trained(tmp_path / "a", last=8)
-    with pytest.raises(result.NoResult, match="end at step 8, not at 10"):
-        result.done(run.order(), run.settings, folder, [], [])
-    run, folder = trained(tmp_path / "b", last=10)
-    with pytest.raises(result.NoResult, match=r"no 'recall/accuracy'; it has .*copy/accuracy"):
-        result.done(run.order(), run.settings, folder, [], ["recall/accuracy"])
-    measures = [lambda *_: {"x": math.nan, "y": 3.0}]
-    with pytest.raises(result.NoResult, match="x is nan"):
-        result.done(run.order(), run.settings, folder, measures, ["x"])
-    # Not asked for, it is left out: a record is JSON, which has no NaN.
-    numbers = result.done(run.order(), run.settings, folder, measures, ["y"])["metrics"]
-    assert numbers["y"] == 3 and "x" not in numbers
-
-
-def test_what_a_run_has_at_its_end_is_known_before(tmp_path):
-    """``NUMBERS`` and ``OF_A_TASK`` are what a trained run has."""
-    run = make_plan(STUDY, tiny_sweep.get_config().to_dict()).points[0].runs[0]
-    folder = RunFolder(tmp_path / "run")
-    loop.train(run.config, run.settings, folder)
-    numbers = result.done(run.order(), run.settings, folder, [], [])["metrics"].keys()
-    bill = {field.name for field in dataclasses.fields(Bill)}
-    tasks = {f"{task}/{name}" for task in ("copy", "induction") for name in result.OF_A_TASK}
-    assert numbers == {*result.NUMBERS, *bill, *tasks}
-
-
 def test_the_commands_are_those_of_all_points_and_of_each(monkeypatch):
     for chosen in ([], ["--only=gqa"], ["--only", "gqa m*"], ["--point", "1"], ["-point=1"]):
         argv = ["sweep.py", "--config=a b.py", *chosen, "--workdir=x", "--seeds=2"]
@@ -361,10 +163,3 @@ def test_the_command_can_be_called_without_a_config(argv, said):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and said in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_only_what_was_followed_has_a_curve(found):
-    """The accuracy at a length is measured once, when a run has ended."""
-    some = types.SimpleNamespace(metrics=("copy/accuracy@16", "copy/accuracy"), runs=found.runs)
-    assert all("copy/accuracy@16" in run.metrics for run in found.runs if run.metrics)
-    assert with_curves(some) == ["copy/accuracy"]

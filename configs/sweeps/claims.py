@@ -2,7 +2,7 @@
 
     python sweep.py --config=configs/sweeps/claims.py
 
-Planned for 37 minutes on 2 cores. It needs what requirements-dev.txt installs, for the tests.
+Planned for 39 minutes on 2 cores. It needs what requirements-dev.txt installs, for the tests.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +13,7 @@ from sweeps.claims.text import TextModel, WithLearnedSinks
 
 _PLAIN = "--config.model.pattern=mha"
 
-VARIANTS = StudyEvidence("variants", ("--seeds=1",), 7.5)
+VARIANTS = StudyEvidence("variants", (), 8.5)
 COPYING = StudyEvidence("copying", ("--seeds=1", "--only=rope linear hybrid"), 4.0)
 HEADS = StudyEvidence("heads", (), 7.5)
 EMERGENCE = StudyEvidence("emergence", ("--seeds=3",), 6.5)

@@ -68,7 +68,7 @@ def get_sweep():
             Below("a fixed state is near chance at twice the length (Jelassi)", "linear",
                   "copy/accuracy@64", 0.1),
             Below("positions that were never trained tell nothing", "learned", "copy/accuracy@64",
-                  0.6),
+                  0.1),
             Exceeds("29: a softmax layer among linear ones wins copying back", "hybrid", "linear",
                     "copy/accuracy@32", 0.2),
         ),

@@ -2,7 +2,7 @@
 
     python sweep.py --config=configs/sweeps/emergence.py
 
-Planned for 14 minutes on 2 cores. Rows 5, 14 to 17 and 20 of the claims. Olsson et al. 2022
+Planned for 12 minutes on 2 cores. Rows 5, 14 to 17 and 20 of the claims. Olsson et al. 2022
 (arXiv 2209.11895) in small: a width of 64 for 768, and 2.5 million tokens for 10 billion, so that
 the change ends half-way through training as theirs does. One layer without smeared keys is trained
 twice as long.
@@ -65,6 +65,12 @@ def get_sweep():
         verdicts=(
             Above("16, 17: two layers change, with every seed (the paper: all models of two and "
                   "more layers)", two, "changed", 1.0),
+            Above("15: a head of two layers looks at the previous token", two, "previous_token",
+                  0.3),
+            Above("15: and another one at what followed the token before", two, "prefix_matching",
+                  0.7),
+            Exceeds("16: two layers complete A B … A by B, one layer does not", two, one, accuracy,
+                    0.7),
             Below(f"17: they change abruptly, 10 to 90 % within a quarter of training ({paper})",
                   two, "width_share", 0.25),
             Below("with 8 heads of width 8 as abruptly", "heads=8", "width_share", 0.25),

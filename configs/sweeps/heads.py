@@ -2,7 +2,7 @@
 
     python sweep.py --config=configs/sweeps/heads.py
 
-Planned for 10 minutes on 2 cores. Rows 5, 13, 14 and 24 of the claims.
+Planned for 8 minutes on 2 cores. Rows 5, 13, 14 and 24 of the claims.
 """
 
 from configs import base

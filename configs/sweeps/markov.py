@@ -9,6 +9,7 @@ attention only, one head, width 16.
 from configs import base
 from sweeps.axes import axis
 from sweeps.measures import markov_lines
+from sweeps.pictures import Levels
 from sweeps.study import Study
 from sweeps.verdicts import Above, Below
 
@@ -36,9 +37,11 @@ def get_sweep():
         axes=axis("model.num_layers", 1, 2, label="layers"),
         seeds=(0, 1, 2),
         metrics=("markov/loss",),
-        columns=("markov/uniform_loss", "markov/unigram_loss", "markov/bigram_loss",
-                 "markov/excess", "step_time_ms"),
+        columns=("markov/unigram_loss", "markov/bigram_loss", "markov/excess", "step_time_ms"),
         measures=(markov_lines,),
+        pictures=(Levels("markov/loss", (("markov/uniform_loss", "uniform"),
+                                         ("markov/unigram_loss", "unigram, Bayes"),
+                                         ("markov/bigram_loss", "bigram, Bayes")), "bayes"),),
         verdicts=(
             Below("two layers come within 0.04 nats of the Bayes-optimal bigram line", "layers=2",
                   "markov/excess", 0.04),
