@@ -13,7 +13,7 @@ from sweeps.claims.text import TextModel, WithLearnedSinks
 
 _PLAIN = "--config.model.pattern=mha"
 
-VARIANTS = StudyEvidence("variants", (), 8.5)
+VARIANTS = StudyEvidence("variants", ("--seeds=1",), 8.5)
 COPYING = StudyEvidence("copying", ("--seeds=1", "--only=rope linear hybrid"), 4.0)
 HEADS = StudyEvidence("heads", (), 7.5)
 EMERGENCE = StudyEvidence("emergence", ("--seeds=3",), 6.5)
