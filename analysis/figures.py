@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ def new_figure(width: float, height: float) -> Figure:
     """An empty figure whose panels make room for their labels; inches."""
     from matplotlib.figure import Figure
 
+    # A log axis asks for a font that few machines have, and does as well without.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     return Figure(figsize=(width, height), layout="constrained")
 
 
