@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import commands
 from training.restore import restore
 from training.run_folder import RunFolder
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 16
 TINY = (
     "--config.model.d_model=16", "--config.model.num_heads=2",
@@ -41,7 +41,7 @@ def environment(tmp_path_factory):
 def command(environment):
     def start(*argv: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, *argv], cwd=ROOT, env=environment, text=True,
+            [sys.executable, *argv], cwd=commands.ROOT, env=environment, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ def undisturbed(tmp_path_factory, environment):
     """A run of 10 steps from beginning to end."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     done = subprocess.run(
-        [sys.executable, *train(folder)], cwd=ROOT, env=environment, text=True,
+        [sys.executable, *train(folder)], cwd=commands.ROOT, env=environment, text=True,
         capture_output=True, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -150,21 +150,21 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(undisturbed, command, tmp_
         assert np.array_equal(value, other.params[name]), name
 
 
-def test_other_options_are_refused_by_name_and_neutral_ones_are_not(undisturbed, command):
+def test_other_options_are_refused_by_name_and_neutral_ones_are_not(undisturbed):
     folder, _ = undisturbed
     before = contents(folder)
-    code, _, err = ended(command(*train(folder, "--config.optimizer.learning_rate=0.1", steps=20)))
+    code, _, err = commands.run(*train(folder, "--config.optimizer.learning_rate=0.1", steps=20))
     assert code == 2
     for piece in ("train.steps was 10, now 20", "optimizer.learning_rate was 0.003, now 0.1"):
         assert piece in one_line(err)
-    code, out, err = ended(command(*train(folder, "--config.train.log_every=3")))
+    code, out, err = commands.run(*train(folder, "--config.train.log_every=3"))
     assert (code, err) == (0, "") and "is finished" in out
     assert contents(folder) == before
 
 
-def test_a_foreign_folder_is_refused_and_untouched(command, tmp_path):
+def test_a_foreign_folder_is_refused_and_untouched(tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    code, _, err = ended(command(*train(tmp_path)))
+    code, _, err = commands.run(*train(tmp_path))
     assert code == 2 and "no config.json" in one_line(err) and str(tmp_path) in err
     assert contents(tmp_path) == {str(tmp_path / "letter.txt"): b"dear"}
 
@@ -182,8 +182,8 @@ def test_a_foreign_folder_is_refused_and_untouched(command, tmp_path):
         ("--config=configs/nosuch.py", ("configs/nosuch.py", "no such file")),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_writes_nothing(command, tmp_path, flag, pieces):
-    code, _, err = ended(command(*train(tmp_path / "run"), flag))
+def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path, flag, pieces):
+    code, _, err = commands.run(*train(tmp_path / "run"), flag)
     assert code == 2
     for piece in pieces:
         assert piece in one_line(err)
@@ -227,6 +227,6 @@ def test_an_evaluation_agrees_with_itself_and_saves(undisturbed, command):
         (("eval.py", "--workdir=configs"), "no run folder"),
     ],
 )
-def test_an_evaluation_needs_a_run(command, argv, piece):
-    code, _, err = ended(command(*argv))
+def test_an_evaluation_needs_a_run(argv, piece):
+    code, _, err = commands.run(*argv)
     assert code == 2 and piece in one_line(err)

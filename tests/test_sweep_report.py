@@ -7,7 +7,6 @@ import dataclasses
 import io
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from sweeps import command, report, results, tables
 from sweeps.description import describe
 from sweeps.folder import SweepFolder
 from sweeps.plan import make_plan
-from tests import tiny_sweep
+from tests import commands, tiny_sweep
 from tests.filled_sweep import ENVIRONMENT, STUDY, fill
 from training.settings import OptionError
 
@@ -155,11 +154,5 @@ def test_a_run_that_failed_says_where_it_ran(tmp_path):
     [((), "--config is needed"), (("--report_only", "--workdir=configs"), "no sweep folder")],
 )
 def test_the_command_can_be_called_without_a_config(argv, said):
-    done = subprocess.run(
-        [sys.executable, "sweep.py", *argv],
-        cwd=Path(__file__).parents[1],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and said in done.stderr
-    assert done.stderr.count("\n") == 1
+    code, _, err = commands.run("sweep.py", *argv)
+    assert code == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from sweeps.folder import SweepFolder
+from tests import commands
 from training.restore import restore
 
 pytestmark = pytest.mark.slow
@@ -214,9 +215,9 @@ def test_a_run_that_diverges_is_marked_and_not_averaged(environment, tmp_path):
         ((f"--config={TINY}", "--equal=parameters"), "go together"),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_writes_nothing(environment, tmp_path, argv, said):
+def test_a_mistake_ends_in_one_line_and_writes_nothing(tmp_path, argv, said):
     argv = argv if any("--workdir" in a for a in argv) else (*argv, f"--workdir={tmp_path / 'x'}")
-    code, _, err = sweep(environment, *argv)
+    code, _, err = commands.run("sweep.py", *argv)
     assert code == 2 and said in err
     assert err.startswith("error: ") and err.count("\n") == 1, err
     assert not (tmp_path / "x").exists()
