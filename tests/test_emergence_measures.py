@@ -130,17 +130,24 @@ def test_what_induction_heads_copy_together(trained, chosen):
     row = emergence_table.flat_row({"step": 0}, {"prefix_matching": score}, [1.0])
     emergence_table.append(folder.emergence, row)
     found = copied(folder, chosen_settings)
-    model, sequences = restore(folder).model, watch.sequences_of(chosen_settings)
-    logits_BTU = np.asarray(head_scores.attended_logits(model, sequences)[0])[:, :, list(chosen)]
-    logits_BTU = logits_BTU.sum(2)
+    graph, params = split(restore(folder).model)
+    sequences = watch.sequences_of(chosen_settings)
+
+    @jax.jit
+    def measured(params):
+        model = merge(graph, params)
+        scores = head_scores.head_scores(model, sequences)
+        return head_scores.attended_logits(model, sequences)[0], scores["copying"]
+
+    logits_BTNU, alone_LN = map(np.asarray, measured(params))
+    logits_BTU = logits_BTNU[:, :, list(chosen)].sum(2)
     own = np.arange(logits_BTU.shape[1])
     assert found["copied_first"] == pytest.approx((logits_BTU.argmax(-1) == own).mean())
     rise = np.maximum(logits_BTU - logits_BTU.mean(-1, keepdims=True), 0)
     share = rise[:, own, own] / rise.sum(-1)
     assert found["copying_together"] == pytest.approx(4 * share.mean() - 1, abs=1e-5)
     if len(chosen) == 1:
-        alone = head_scores.head_scores(model, sequences)["copying"][0, 0]
-        assert found["copying_together"] == pytest.approx(float(alone), abs=1e-5)
+        assert found["copying_together"] == pytest.approx(float(alone_LN[0, 0]), abs=1e-5)
 
 
 def test_a_run_without_induction_heads_copies_nothing(trained):

@@ -323,7 +323,8 @@ def test_a_decoder_heeds_the_positions_it_is_given():
 
 @pytest.mark.parametrize("options", [
     MultiHead(smeared_keys=True), Linear(smeared_keys=True),
-    Latent(latent_rank=5, smeared_keys=True), Additive(smeared_keys=True),
+    pytest.param(Latent(latent_rank=5, smeared_keys=True), marks=pytest.mark.broad),
+    pytest.param(Additive(smeared_keys=True), marks=pytest.mark.broad),
 ], ids=str)  # fmt: skip
 def test_smeared_keys_cannot_go_back(options):
     """The raw key before the token is gone: refused, where a wrong key would be made silently."""
