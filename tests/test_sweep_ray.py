@@ -41,14 +41,14 @@ def started(*argv: str) -> psutil.Process:
     before = {process.pid for process in nodes()}
     subprocess.run(
         [*RAY, "start", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
-         *argv], check=True, capture_output=True, timeout=120,
+         "--object-store-memory=100000000", *argv], check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     (node,) = (process for process in nodes() if process.pid not in before)
     return node
 
 
 def nodes() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if process.name() == "raylet"]
+    return [p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet"]
 
 
 @pytest.fixture(scope="module")
