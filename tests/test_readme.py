@@ -62,6 +62,7 @@ def test_the_worked_example_of_a_variant_works(tmp_path):
     chosen = "far and (causality or token_by_token or cache_bytes or a_config or flops)"
     shown = run(
         "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen,
+        "-m", "not interpreted and not slow",
         "tests/test_layers.py", "tests/test_configs.py", "tests/test_cost.py",
     )  # fmt: skip
     assert int(re.search(r"(\d+) passed", shown)[1]) >= 10
