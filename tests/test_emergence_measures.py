@@ -10,6 +10,7 @@ import pytest
 
 from analysis import emergence_table, head_scores, watch
 from models.pure import merge, split
+from sweeps import emergence_measures
 from sweeps.emergence_measures import (
     HeadsRemoved,
     LateLessEarly,
@@ -90,6 +91,30 @@ def test_pruning_by_importance_and_at_random():
     # One head at random: one time in six each the previous-token head, 3/4 or 1/4 is lost.
     assert found["pruned/random@17"] == pytest.approx(1 - (1 + 0.75 + 0.25) / 6, abs=0.06)
     assert found["pruned/random_free"] == 0
+
+
+def test_heads_are_ranked_on_other_sequences_than_they_are_tried_on(trained, monkeypatch):
+    chosen, folder = trained
+    ranked, tried = [], []
+
+    class Kept(ByHand):
+        def __init__(self, model, batch):
+            self.tokens_BT = np.asarray(batch.tokens_BT)
+
+        def importance(self):
+            ranked.append(self.tokens_BT)
+            return self.importance_LN
+
+        def prune(self, order):
+            tried.append(self.tokens_BT)
+            return super().prune(order)
+
+    monkeypatch.setattr(emergence_measures, "Ablation", Kept)
+    Pruning(sequences=8, orders=2)(folder, chosen)
+    assert len(ranked) == 1 and len(tried) == 3 and ranked[0].shape == tried[0].shape
+    for tokens_BT in tried:
+        np.testing.assert_array_equal(tokens_BT, tried[0])
+        assert not (tokens_BT == ranked[0]).all(1).any()
 
 
 def test_the_share_of_heads_that_is_free():
