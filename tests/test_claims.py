@@ -23,6 +23,7 @@ from sweeps import results, study
 from sweeps.axes import AxisError
 from sweeps.claims import command, drive, record
 from sweeps.claims.evidence import AtLeast, Bench, Pytest, StudyEvidence, Training
+from sweeps.claims.judge import Judged
 from sweeps.claims.rows import Claims, Finding, Found, Row, Table
 from sweeps.claims.text import TextModel, WithLearnedSinks
 from sweeps.folder import SweepFolder
@@ -305,6 +306,15 @@ def test_tests_count_their_cases_and_hand_on_their_figures(tmp_path):
     assert good.row is None and good.what == evidence.links[0] == "test_some.py::test_good"
     assert not good.reason
     assert dataclasses.replace(evidence, reason=True).read(tmp_path).findings[0].reason
+
+
+def test_no_row_is_confirmed_by_reasons_alone():
+    row = Row(1, "a claim", "a figure", ())
+    told = Finding(1, "it holds", "3", True, False)
+    why = Finding(1, "for this reason", "3", True, True)
+    assert Judged(row, (told,), (), {}).confirmed and Judged(row, (told,), (why,), {}).confirmed
+    assert not Judged(row, (), (why,), {}).confirmed
+    assert not Judged(row, (told,), (), {"evidence": "has not run"}).confirmed
 
 
 def test_a_benchmark_hands_on_its_verdicts(tmp_path):
