@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -39,10 +40,11 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 def started(*argv: str) -> psutil.Process:
     """Starts a node of a cluster on this machine; the process that Ray has for it."""
     before = {process.pid for process in nodes()}
-    subprocess.run(
+    done = subprocess.run(
         [*RAY, "start", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
-         "--object-store-memory=100000000", *argv], check=True, capture_output=True, timeout=120,
+         "--object-store-memory=100000000", *argv], capture_output=True, text=True, timeout=120,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     (node,) = (process for process in nodes() if process.pid not in before)
     return node
 
@@ -52,16 +54,21 @@ def nodes() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     """Two nodes of one CPU each: the head's address, and the node that is not the head."""
     if ray is None:
         pytest.skip("Ray is not installed: pip install -r requirements-cluster.txt")
     port = 26379
     address = f"127.0.0.1:{port}"
-    started("--head", f"--port={port}", "--include-dashboard=false",
-            f"--temp-dir={tmp_path_factory.mktemp('ray')}")  # fmt: skip
-    yield address, started(f"--address={address}")
-    subprocess.run([*RAY, "stop", "--force"], capture_output=True, timeout=120)
+    # A node's sockets lie in this folder. A socket's path may take 107 bytes, of which Ray's own
+    # part takes 65, so that the folder that pytest has for a test is too deep.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        try:
+            started("--head", f"--port={port}", "--include-dashboard=false",
+                    f"--temp-dir={folder}")  # fmt: skip
+            yield address, started(f"--address={address}")
+        finally:
+            subprocess.run([*RAY, "stop", "--force"], capture_output=True, timeout=120)
 
 
 def at_work_on(node: psutil.Process, names: list[str]) -> str | None:
