@@ -37,12 +37,22 @@ def test_a_missing_ray_and_a_missing_cluster_are_said(tmp_path):
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
-def started(*argv: str) -> psutil.Process:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Of the nodes, whose workers inherit it, and of the sweeps: equal programs, equal bits."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
+    }  # fmt: skip
+
+
+def started(environment: dict[str, str], *argv: str) -> psutil.Process:
     """Starts a node of a cluster on this machine; the process that Ray has for it."""
     before = {process.pid for process in nodes()}
     done = subprocess.run(
         [*RAY, "start", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
-         "--object-store-memory=100000000", *argv], capture_output=True, text=True, timeout=120,
+         "--object-store-memory=100000000", *argv],
+        env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (node,) = (process for process in nodes() if process.pid not in before)
@@ -54,7 +64,7 @@ def nodes() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(environment):
     """Two nodes of one CPU each: the head's address, and the node that is not the head."""
     if ray is None:
         pytest.skip("Ray is not installed: pip install -r requirements-cluster.txt")
@@ -64,9 +74,9 @@ def cluster():
     # part takes 65, so that the folder that pytest has for a test is too deep.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         try:
-            started("--head", f"--port={port}", "--include-dashboard=false",
+            started(environment, "--head", f"--port={port}", "--include-dashboard=false",
                     f"--temp-dir={folder}")  # fmt: skip
-            yield address, started(f"--address={address}")
+            yield address, started(environment, f"--address={address}")
         finally:
             subprocess.run([*RAY, "stop", "--force"], capture_output=True, timeout=120)
 
@@ -82,13 +92,11 @@ def at_work_on(node: psutil.Process, names: list[str]) -> str | None:
 
 
 @pytest.mark.slow
-def test_the_run_of_a_lost_node_goes_on_elsewhere_from_its_last_checkpoint(cluster, tmp_path):
+def test_the_run_of_a_lost_node_goes_on_elsewhere_from_its_last_checkpoint(
+    cluster, environment, tmp_path
+):
     """A node is killed in the middle of a run; the results are those of an undisturbed sweep."""
     address, node = cluster
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
-    }  # fmt: skip
     names, longer = NAMES[:2], [
         "--only=gqa", "--pack=off", "--config.train.steps=3000", "--config.train.log_every=50",
         "--config.train.eval_every=1000", "--config.checkpoint.every=50",
