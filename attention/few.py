@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attention import reference
+from attention.everywhere import everywhere
 
 if TYPE_CHECKING:
     from attention.ops import Call
@@ -61,7 +62,7 @@ def _products(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N, isolated: bool
     out_BMC = jnp.einsum(
         "bsm,bsc->bmc", p_BSTN.reshape(B, S, T * N), v_BSKE.astype(dtype).reshape(B, S, K * E)
     )
-    right = jnp.isfinite(out_BMC).all() & jnp.isfinite(total_BTN).all()
+    right = everywhere(jnp.isfinite(out_BMC)) & everywhere(jnp.isfinite(total_BTN))
     out_BTKGE = jnp.einsum("btkgje,kj->btkge", out_BMC.reshape(B, T, K, G, K, E), own_KJ)
     total_BTN = jnp.where(seen_BTN, total_BTN, 1)
     lse_BTN = jnp.where(seen_BTN, top_BTN + jnp.log(total_BTN), -jnp.inf)

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from attention import one_tile
+from attention.everywhere import everywhere
 from attention.masks import Mask
 from attention.masks.values import FULL, PARTIAL
 from attention.tile_table import tile_table
@@ -92,7 +93,7 @@ def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, nobody_BTN):
         return tuple(head.with_rows(x, i, y) for x, y in zip(seen, seen_Y, strict=True))
 
     return lax.cond(
-        finite_BSK.all(),
+        everywhere(finite_BSK),
         lambda seen: seen,
         lambda seen: lax.fori_loop(0, B * K * tiles.num_rows, row, seen),
         (nobody_BTN, nobody_BTN),

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from attention.everywhere import everywhere
 from attention.pallas import tpu_calls
 from attention.pallas.tpu_calls import Plan, Tile, choose_tile, folded_group
 from attention.pallas.tpu_kernels import Scores
@@ -113,7 +114,7 @@ def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     out, lse = _attention(plan, q, k, v, sink_N, tags)
     # A value spoils the output alone, a key the log-sum-exp too.
     sick_BTN2 = jax.lax.cond(
-        finite_BSK.all(),
+        everywhere(finite_BSK),
         lambda: jnp.zeros((*q.shape[:3], 2), bool),
         lambda: _sees(plan, ~jnp.stack([finite_BSK, finite_k_BSK], -1), q.shape[1], tags),
     )
