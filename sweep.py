@@ -20,6 +20,7 @@ flags.DEFINE_integer("point", None, "Run one point, by its number in --dry_run."
 flags.DEFINE_string("seeds", None, "How many seeds, such as 8, or a list, such as 0,3,7.")
 flags.DEFINE_string("equal", None, "Make points equal in parameters or cache_bytes.")
 flags.DEFINE_string("equal_to", None, "The point that --equal takes as reference.")
+flags.DEFINE_float("equal_within", 0.1, "Share by which a point may miss the reference.")
 flags.DEFINE_bool("report_only", False, "Write the report of --workdir again.")
 flags.DEFINE_string("executor", "local", "local, or ray for a cluster.")
 flags.DEFINE_string("ray_address", "auto", "Of the cluster's head, or auto.")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from analysis.head_scores import read_patterns
+from analysis.head_scores import pattern_names, read_patterns
 from attention.probe import Probe
 from models import pure
 from tasks import Batch
@@ -124,12 +124,12 @@ class Ablation:
     @staticmethod
     def _gated(model, gate_LN, batch: Batch, patterns=None):
         replace = {}
-        for i, gate_N in enumerate(gate_LN):
+        for i, (gate_N, names) in enumerate(zip(gate_LN, pattern_names(model), strict=True)):
             replace[f"layer{i}/head"] = lambda head_BTNE, gate_N=gate_N: (
                 head_BTNE * gate_N[None, None, :, None].astype(head_BTNE.dtype)
             )
             if patterns is not None:
-                replace[f"layer{i}/pattern"] = lambda _, i=i: patterns[i]
+                replace |= dict.fromkeys(names, lambda _, i=i: patterns[i])
         return model(batch.tokens_BT, probe=Probe(replace=replace))
 
     @staticmethod
@@ -153,9 +153,15 @@ def without(shape: tuple[int, int], heads) -> np.ndarray:
 
 
 def least_important_first(importance_LN: np.ndarray) -> list[tuple[int, int]]:
-    """Heads in the order in which Michel et al. prune them."""
-    flat = np.argsort(importance_LN, axis=None, kind="stable")
-    return [tuple(int(i) for i in np.unravel_index(f, importance_LN.shape)) for f in flat]
+    """Heads in the order in which Michel et al. prune them: by importance ÷ its ℓ2 norm in a layer.
+
+    Gradients of one layer may be larger than those of another throughout; divided by the norm, as
+    the paper does after Molchanov et al. 2017 (arXiv 1611.06440), every layer weighs as much.
+    """
+    norm_L1 = np.linalg.norm(importance_LN, axis=1, keepdims=True)
+    share_LN = importance_LN / np.where(norm_L1 > 0, norm_L1, 1)
+    flat = np.argsort(share_LN, axis=None, kind="stable")
+    return [tuple(int(i) for i in np.unravel_index(f, share_LN.shape)) for f in flat]
 
 
 def random_order(shape: tuple[int, int], seed: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attention.multi_head import LongformerAttention
 from attention.probe import Probe
 from tasks.vocabulary import BOS, NUM_SPECIAL
 
@@ -164,16 +165,42 @@ def head_scores(model, sequences: ScoreSequences) -> dict[str, jax.Array]:
     }
 
 
+def pattern_names(model) -> list[tuple[str, ...]]:
+    """The activations that are a layer's patterns, for each layer of a decoder.
+
+    They are two where global tokens ask with projections of their own: the first is that of all
+    other tokens.
+    """
+    return [
+        (f"layer{i}/pattern", f"layer{i}/global/pattern")
+        if isinstance(block.attention, LongformerAttention)
+        else (f"layer{i}/pattern",)
+        for i, block in enumerate(model.blocks)
+    ]
+
+
 def read_patterns(model, tokens_BT: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
     """Logits (B, T, V) of a decoder, and the pattern (B, N, T, S) of every layer; may be traced.
+
+    Of two patterns of a layer each row is that which its token asks with.
 
     Patterns that are replaced by themselves are computed once; of patterns that are only read the
     heads would be made a second time, by the implementation that training runs.
     """
-    names = [f"layer{i}/pattern" for i in range(len(model.blocks))]
+    layers = pattern_names(model)
+    names = [name for layer in layers for name in layer]
     probe = Probe(read=names, replace=dict.fromkeys(names, lambda pattern: pattern))
     logits_BTV, _ = model(tokens_BT, probe=probe)
-    return logits_BTV, [probe.values[name] for name in names]
+    patterns = []
+    for block, (name, *asked) in zip(model.blocks, layers, strict=True):
+        pattern_BNTS = probe.values[name]
+        for other in asked:
+            is_global_T = jnp.arange(tokens_BT.shape[1]) < block.attention.options.num_global
+            pattern_BNTS = jnp.where(
+                is_global_T[None, None, :, None], probe.values[other], pattern_BNTS
+            )
+        patterns.append(pattern_BNTS)
+    return logits_BTV, patterns
 
 
 def attended_logits(model, sequences: ScoreSequences) -> list[jax.Array]:
@@ -191,12 +218,12 @@ def attended_logits(model, sequences: ScoreSequences) -> list[jax.Array]:
     kept = slice(int(sequences.bos), None)
     columns_BT = tokens_BT[:, kept]
     logits = []
-    for i, block in enumerate(model.blocks):
+    for i, (block, names) in enumerate(zip(model.blocks, pattern_names(model), strict=True)):
         probe = Probe(
             read=(f"layer{i}/head",),
-            replace={
-                f"layer{i}/pattern": lambda pattern: jnp.broadcast_to(identity_11TS, pattern.shape)
-            },
+            replace=dict.fromkeys(
+                names, lambda pattern: jnp.broadcast_to(identity_11TS, pattern.shape)
+            ),
         )
         model(tokens_BT, probe=probe)
         head_BTNE = probe.values[f"layer{i}/head"]

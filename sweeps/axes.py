@@ -7,6 +7,7 @@ chain(case("mha"), case("wide", {"model.d_model": 128}))                        
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -103,8 +104,15 @@ def zipped(*parts: Axes) -> Axes:
     if len(set(lengths)) > 1:
         raise AxisError(f"zipped axes must have the same number of values, got {lengths}")
     return Axes(
-        tuple(_sum(choices) for choices in zip(*(part.choices for part in parts), strict=True))
+        tuple(
+            _sum(choices)
+            for choices in builtins.zip(*(part.choices for part in parts), strict=True)
+        )
     )
+
+
+# Its name elsewhere, for sweep files that write axes.zip.
+zip = zipped
 
 
 def chain(*parts: Axes) -> Axes:

@@ -20,6 +20,15 @@ _QUEUE = 10_000
 _REACH = 10.0
 
 
+def check_numbers(cores: int, gpus: float, memory: float) -> None:
+    """Raises OptionError where no cluster can give so many."""
+    for name, value, least in (
+        ("cores_per_run", cores, 1), ("gpus_per_run", gpus, 0), ("memory_per_run", memory, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise OptionError(f"--{name} must be at least {least}, got {value}")
+
+
 class RayExecutor:
     """Jobs as Ray tasks, each of which watches over a process; see ``executor.Executor``.
 
@@ -33,11 +42,7 @@ class RayExecutor:
     """
 
     def __init__(self, address: str, cores: int, gpus: float, memory: float):
-        for name, value, least in (
-            ("cores_per_run", cores, 1), ("gpus_per_run", gpus, 0), ("memory_per_run", memory, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise OptionError(f"--{name} must be at least {least}, got {value}")
+        check_numbers(cores, gpus, memory)
         try:
             import ray
         except ImportError:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
-from sweeps import estimate, results
+from sweeps import cluster, estimate, local, results
 from sweeps import report as reports
-from sweeps.cluster import RayExecutor
 from sweeps.description import describe
 from sweeps.drive import Outcome, drive
-from sweeps.executor import Executor
+from sweeps.executor import Executor, available_cores
 from sweeps.fairness import Equal
 from sweeps.folder import SweepFolder
-from sweeps.local import LocalExecutor
 from sweeps.options import Options
 from sweeps.packs import MODES
 from sweeps.plan import Plan, make_plan
@@ -43,42 +40,67 @@ class Request:
     plan: Plan
 
 
-def make_executor(options: Options) -> Executor:
-    """The executor that the options ask for.
+class _Local:
+    """This machine's processes; the functions take the options of the command."""
 
-    Raises:
-      OptionError: there is no such executor, or it cannot be had.
-    """
-    return _maker(options)(options)
+    @staticmethod
+    def check(options: Options) -> None:
+        if "ray_address" in options.given:
+            raise OptionError("--ray_address is for --executor=ray; set it, or leave both out")
+        if options.gpus_per_run or options.memory_per_run:
+            raise OptionError(
+                "--gpus_per_run and --memory_per_run are asked of a cluster; "
+                "set --executor=ray, or leave them out"
+            )
+        local.check_numbers(options.workers, options.cores_per_run)
+
+    @staticmethod
+    def at_once(options: Options) -> int | None:
+        return options.workers or len(available_cores()) // options.cores_per_run
+
+    @staticmethod
+    def make(options: Options) -> Executor:
+        return local.LocalExecutor(options.workers, options.cores_per_run)
 
 
-def _maker(options: Options) -> Callable[[Options], Executor]:
+class _Ray:
+    """A cluster, which is not asked before something is to run."""
+
+    @staticmethod
+    def check(options: Options) -> None:
+        if options.workers is not None:
+            raise OptionError("--workers is for this machine; a cluster fills itself")
+        cluster.check_numbers(options.cores_per_run, options.gpus_per_run, options.memory_per_run)
+
+    @staticmethod
+    def at_once(options: Options) -> int | None:
+        return None
+
+    @staticmethod
+    def make(options: Options) -> Executor:
+        return cluster.RayExecutor(
+            options.ray_address, options.cores_per_run, options.gpus_per_run, options.memory_per_run
+        )
+
+
+EXECUTORS = {"local": _Local, "ray": _Ray}
+
+
+def _kind(options: Options) -> type[_Local] | type[_Ray]:
     if options.executor not in EXECUTORS:
         names = " or ".join(EXECUTORS)
         raise OptionError(f"--executor must be {names}, got {options.executor!r}")
     return EXECUTORS[options.executor]
 
 
-def _local(options: Options) -> LocalExecutor:
-    if "ray_address" in options.given:
-        raise OptionError("--ray_address is for --executor=ray; set it, or leave both out")
-    if options.gpus_per_run or options.memory_per_run:
-        raise OptionError(
-            "--gpus_per_run and --memory_per_run are asked of a cluster; "
-            "set --executor=ray, or leave them out"
-        )
-    return LocalExecutor(options.workers, options.cores_per_run)
+def make_executor(options: Options) -> Executor:
+    """The executor that the options ask for.
 
-
-def _ray(options: Options) -> RayExecutor:
-    if options.workers is not None:
-        raise OptionError("--workers is for this machine; a cluster fills itself")
-    return RayExecutor(
-        options.ray_address, options.cores_per_run, options.gpus_per_run, options.memory_per_run
-    )
-
-
-EXECUTORS = {"local": _local, "ray": _ray}
+    Raises:
+      OptionError: there is no such executor, or it cannot be had.
+    """
+    _kind(options).check(options)
+    return _kind(options).make(options)
 
 
 def main(path: str, study: Study, options: Options) -> int:
@@ -103,7 +125,7 @@ def _check(options: Options) -> None:
         raise OptionError(f"--retries must not be negative, got {options.retries}")
     if options.pack not in MODES:
         raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {options.pack!r}")
-    _maker(options)
+    _kind(options).check(options)
 
 
 def read_request(path: str, study: Study, options: Options) -> Request:
@@ -114,12 +136,17 @@ def read_request(path: str, study: Study, options: Options) -> Request:
     """
     if (options.equal is None) != (options.equal_to is None):
         raise OptionError("--equal and --equal_to go together: a quantity and the point to match")
+    if options.equal is None and "equal_within" in options.given:
+        raise OptionError("--equal_within is for --equal, which is not set")
+    equal = None
+    if options.equal is not None:
+        equal = Equal(options.equal, options.equal_to, within=options.equal_within)
     plan = make_plan(
         study,
         options.base(),
         options.overrides,
         seeds=None if options.seeds is None else read_seeds(options.seeds),
-        equal=None if options.equal is None else Equal(options.equal, options.equal_to),
+        equal=equal,
     )
     return Request(Path(path).stem, path, study, plan)
 
@@ -169,7 +196,7 @@ def dry_run(request: Request, plan: Plan, options: Options) -> None:
     for point in plan.points:
         if point.solved:
             print(f"{point.name}: {point.solved}")
-    print(estimate.sentence(plan, rate, options.workers))
+    print(estimate.sentence(plan, rate, _kind(options).at_once(options)))
 
 
 def sweep(request: Request, plan: Plan, options: Options) -> int:

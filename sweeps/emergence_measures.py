@@ -155,7 +155,8 @@ class HeadsRemoved:
 class Pruning:
     """Accuracy on the answers against the share of heads removed.
 
-    ``pruned/importance@P`` in order of |∂loss/∂gate|, ``pruned/random@P`` in random orders, P in
+    ``pruned/importance@P`` in order of |∂loss/∂gate| ÷ its norm in the layer (see
+    ``analysis.ablation.least_important_first``), ``pruned/random@P`` in random orders, P in
     per cent of all heads. ``pruned/importance_free`` and ``pruned/random_free`` are the largest
     shares that cost no more than ``tolerance``.
 

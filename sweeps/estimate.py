@@ -30,17 +30,17 @@ def seconds(run: Run, bill: Bill, rate: tuple[float, float]) -> float:
     return _START + compiling + run.settings.train.steps * bill.flops_per_step * per_flop
 
 
-def sentence(plan: Plan, rate: tuple[float, float], workers: int | None) -> str:
+def sentence(plan: Plan, rate: tuple[float, float], at_once: int | None) -> str:
     """What the estimate says of the whole, and how it was made.
 
     Args:
       plan: what would run.
       rate: as ``measure`` gives it.
-      workers: processes at once; None: one for each core.
+      at_once: runs at a time; None: not known, as that of a cluster.
     """
     whole = sum(seconds(run, point.bill, rate) for point in plan.points for run in point.runs)
-    cores = min(workers or len(available_cores()), len(available_cores()))
-    return (
-        f"About {whole / 60:.1f} core minutes, {whole / cores / 60:.1f} on {cores} cores: "
-        f"a step of {plan.points[0].name} was timed, the others follow by their FLOPs"
-    )
+    how = f"a step of {plan.points[0].name} was timed, the others follow by their FLOPs"
+    if at_once is None:
+        return f"About {whole / 60:.1f} core minutes, as many at a time as the cluster has: {how}"
+    cores = min(at_once, len(available_cores()), len(plan.runs))
+    return f"About {whole / 60:.1f} core minutes, {whole / cores / 60:.1f} on {cores} cores: {how}"

@@ -7,6 +7,7 @@ or narrow each point until its quantity is that of a reference, and record what 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from analysis.cost import cost
@@ -52,22 +53,24 @@ class Equal:
     """All points get as many parameters, or cache bytes, as one of them has.
 
     Attributes:
-      quantity: "parameters", or "cache_bytes" (of a sequence of ``task.length`` tokens).
+      quantity: "parameters", or "cache_bytes" (of a sequence as long as those of the reference).
       to: name of the point that is the reference; it stays as it is.
       option: the width that is solved for; None: with parameters the feed-forward width of models
         that have one (as Llama 2 makes up for heads that share keys), else ``model.d_model``.
       within: greatest share by which a point may miss the reference.
 
     Raises:
-      OptionError: another quantity.
+      OptionError: another quantity, or no share.
     """
 
     quantity: str
     to: str
     option: str | None = None
-    within: float = 0.05
+    within: float = 0.1
 
     def __post_init__(self):
+        if not 0 <= self.within < 1:
+            raise OptionError(f"--equal_within is a share from 0 to 1, got {self.within:g}")
         if self.quantity not in QUANTITIES:
             raise OptionError(
                 f"a sweep can be made equal in {' or '.join(QUANTITIES)}, got {self.quantity!r}"
@@ -80,9 +83,12 @@ class Equal:
         by_mlp = self.quantity == "parameters" and settings.model.mlp != "none"
         return "model.d_ff" if by_mlp else "model.d_model"
 
-    def of(self, settings: Settings) -> int:
-        """The quantity of a point."""
-        return getattr(bill(settings), self.quantity)
+    def of(self, settings: Settings, length: int) -> int:
+        """The quantity of a point, whose sequences count as that long."""
+        found = cost(settings.model, length, settings.train.batch_size)
+        if self.quantity == "parameters":
+            return found.parameters["total"]
+        return 0 if found.cache is None else found.cache.sequence_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +118,7 @@ class Solved:
 def solve(
     equal: Equal,
     wanted: int,
+    length: int,
     option: str,
     before: int,
     unit: int,
@@ -122,6 +129,7 @@ def solve(
     Args:
       equal: the mode.
       wanted: the quantity of the reference.
+      length: of the reference's sequences.
       option: the width.
       before: its value in the study.
       unit: widths are multiples of it, so that heads stay whole and their width even.
@@ -134,15 +142,17 @@ def solve(
     low, high = 1, max(1, _MOST * before // unit)
     while low < high:
         middle = (low + high) // 2
-        if equal.of(settings_at(middle * unit)) < wanted:
+        if equal.of(settings_at(middle * unit), length) < wanted:
             low = middle + 1
         else:
             high = middle
-    near = {width: equal.of(settings_at(width)) for width in {max(1, low - 1) * unit, low * unit}}
+    widths = max(1, low - 1) * unit, low * unit
+    near = {width: equal.of(settings_at(width), length) for width in widths}
     value = min(near, key=lambda width: (abs(near[width] - wanted), width))
-    if abs(near[value] / wanted - 1) > equal.within:
+    if (misses := abs(near[value] / wanted - 1)) > equal.within:
         raise OptionError(
             f"no {option} gives {wanted:,} {equal.quantity} within {equal.within:.0%}: "
-            f"{value} gives {near[value]:,}"
+            f"{value} gives {near[value]:,}; --equal_within={math.ceil(100 * misses) / 100:g} "
+            "would take it"
         )
     return Solved(option, value, before, equal.quantity, near[value], wanted)

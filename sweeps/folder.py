@@ -64,7 +64,9 @@ class SweepFolder:
         if not self.description.exists():
             # The description is the first that begin writes; a full disk may keep half of it.
             begun = {self.locks.name, self.description.name + ".tmp"}
-            if any(path.name not in begun for path in self.path.iterdir()):
+            others = any(path.name not in begun for path in self.path.iterdir())
+            # Another point of a job array may have begun between both looks.
+            if others and not self.description.exists():
                 raise OptionError(
                     f"--workdir={self.path} holds files but no sweep.json, so it is no sweep "
                     "folder; choose another --workdir"
@@ -83,17 +85,19 @@ class SweepFolder:
 
     def _check_points(self, plan: Plan) -> None:
         """Raises OptionError where results of the folder would vanish from its report."""
-        kept = {point.name for point in plan.points}
+        kept = {run.name for run in plan.runs}
         lost = [
-            point["name"]
+            run["name"]
             for point in self.read_description()["points"]
-            if point["name"] not in kept
-            and any(self.result(run["name"]).exists() for run in point["runs"])
+            for run in point["runs"]
+            if run["name"] not in kept and self.result(run["name"]).exists()
         ]
         if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             raise OptionError(
-                f"--workdir={self.path} holds results of points that this sweep does not have: "
-                f"{', '.join(lost)}. Choose another --workdir, or remove that folder"
+                f"--workdir={self.path} holds results of runs that this sweep does not have: "
+                f"{', '.join(lost[:3])}{more}. Ask for the same points, --seeds and learning "
+                "rates, choose another --workdir, or remove that folder"
             )
 
     def _check_run(self, run: Run) -> None:

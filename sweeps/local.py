@@ -23,21 +23,18 @@ class LocalExecutor:
       cores_per_run: of each process.
 
     Raises:
-      OptionError: a number below 1.
+      OptionError: a number below 1, or more cores than there are.
     """
 
     def __init__(self, workers: int | None = None, cores_per_run: int = 1):
-        if cores_per_run < 1:
-            raise OptionError(f"--cores_per_run must be at least 1, got {cores_per_run}")
-        if workers is not None and workers < 1:
-            raise OptionError(f"--workers must be at least 1, got {workers}")
+        check_numbers(workers, cores_per_run)
         platform, devices = _accelerators()
         cores = available_cores()
         if platform == "cpu":
             shares = [
                 cores[i : i + cores_per_run]
                 for i in range(0, len(cores) - cores_per_run + 1, cores_per_run)
-            ] or [cores]
+            ]
             self._shares = [({"PJRT_NPROC": str(len(share))}, share) for share in shares]
         elif platform == "gpu":
             self._shares = [({"CUDA_VISIBLE_DEVICES": gpu}, []) for gpu in _gpus(devices)]
@@ -81,6 +78,18 @@ class LocalExecutor:
         for process in list(self._running):
             process.wait()
             self._collect(process)
+
+
+def check_numbers(workers: int | None, cores_per_run: int) -> None:
+    """Raises OptionError where this machine cannot run so many processes of so many cores."""
+    cores = len(available_cores())
+    if not 1 <= cores_per_run <= cores:
+        raise OptionError(
+            f"--cores_per_run must be at least 1 and at most the {cores} cores of this machine, "
+            f"got {cores_per_run}"
+        )
+    if workers is not None and workers < 1:
+        raise OptionError(f"--workers must be at least 1, got {workers}")
 
 
 def _gpus(count: int) -> list[str]:

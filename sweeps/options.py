@@ -29,6 +29,7 @@ class Options:
     seeds: str | None
     equal: str | None
     equal_to: str | None
+    equal_within: float
     report_only: bool
     executor: str
     ray_address: str

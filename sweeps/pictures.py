@@ -17,6 +17,8 @@ from sweeps.results import PointResult, Results, RunResult, sample
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 # Colours with line styles: their numbers have no divisor in common either.
 LOOKS = len(COLOURS) * len(STYLES)
+# Wide enough for a whole dash and dot of every style.
+LEGEND = {"frameon": False, "handlelength": 4}
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -88,9 +90,8 @@ def draw_curves(results: Results, path: Path) -> Path:
         axes.set(xlabel="training tokens", ylabel=metric)
         axes.xaxis.set_major_formatter(with_prefixes())
         clean(axes)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=7
-    )
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right upper", fontsize=7, **LEGEND)
     figure.savefig(path, dpi=150)
     return path
 
@@ -157,7 +158,9 @@ class Scatter:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y)
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(
+            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
@@ -209,7 +212,9 @@ class Series:
         axes.set_xticks(sorted(lengths), [str(length) for length in sorted(lengths)])
         axes.minorticks_off()
         axes.set(xlabel="length", ylabel=self.prefix.rstrip("@"), ylim=(-0.02, 1.02))
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(
+            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
@@ -246,7 +251,9 @@ class Levels:
                 axes.axhline(found.mean, lw=1.2, label=f"{label}: {found.mean:.3f}", **look)
         axes.set(xlabel="training tokens", ylabel=self.metric)
         axes.xaxis.set_major_formatter(with_prefixes())
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(
+            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
+        )
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)

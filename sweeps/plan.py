@@ -284,7 +284,9 @@ def _solve(equal: Equal, drafts: list[_Draft]) -> list[Solved | None]:
             f"the sweep is made equal to the point {equal.to!r}, which it does not have; "
             f"it has {', '.join(by_name)}"
         )
-    wanted = equal.of(by_name[equal.to].settings({}))
+    reference = by_name[equal.to].settings({})
+    length = reference.task.length
+    wanted = equal.of(reference, length)
     if not wanted:
         raise OptionError(f"the reference {equal.to} has no {equal.quantity} to be equal to")
     solved = []
@@ -301,7 +303,8 @@ def _solve(equal: Equal, drafts: list[_Draft]) -> list[Solved | None]:
                 )
             unit = 2 * draft.value("model.num_heads") if option == "model.d_model" else 1
             before = draft.value(option)
-            found = fairness.solve(equal, wanted, option, before, unit, draft.settings_at(option))
+            settings_at = draft.settings_at(option)
+            found = fairness.solve(equal, wanted, length, option, before, unit, settings_at)
         draft.take_over(found)
         solved.append(found)
     return solved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,13 +28,18 @@ def write(folder: SweepFolder, study: Study, results: Results) -> list[Path]:
       results: as read from the folder.
     """
     verdicts = judge(study.verdicts, results)
-    drawn = pictures.draw(results, folder.path)
+    drawn, missing = pictures.draw(results, folder.path), []
     for draw in study.pictures:
-        drawn += draw(results, folder.path)
+        try:
+            drawn += draw(results, folder.path)
+        except Exception as error:  # a user's function, which must not cost the report
+            name = getattr(draw, "__name__", str(draw))
+            missing.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
+            print(missing[-1], file=sys.stderr)
     texts = {
         "results.jsonl": "".join(json.dumps(record(run)) + "\n" for run in results.runs),
         "results.csv": table_csv(results),
-        "report.md": markdown(results, verdicts, drawn),
+        "report.md": markdown(results, verdicts, drawn, missing),
         "report.html": page(results, verdicts),
     }
     for name, text in texts.items():
@@ -87,7 +93,9 @@ def table_csv(results: Results) -> str:
     return text.getvalue()
 
 
-def markdown(results: Results, verdicts: Sequence[Verdict], drawn: Sequence[Path]) -> str:
+def markdown(
+    results: Results, verdicts: Sequence[Verdict], drawn: Sequence[Path], missing: Sequence[str]
+) -> str:
     """The report as a page of text."""
     about = results.description
     parts = [f"# {results.name}: {about['question']}\n", f"`{about['command']}`\n"]
@@ -105,6 +113,7 @@ def markdown(results: Results, verdicts: Sequence[Verdict], drawn: Sequence[Path
         rows = [(run.name, run.status, run.error) for run in failures]
         parts.append("## Runs without a result\n\n" + grid(("run", "status", "why"), rows))
     parts += [f"![{path.stem.replace('_', ' ')}]({path.name})\n" for path in drawn]
+    parts += [f"{text}\n" for text in missing]
     commands = "\n".join(point.command for point in results.points)
     parts.append(
         "## Commands\n\nEach trains and measures one row again, all its seeds; those of single "

@@ -175,13 +175,19 @@ def describe(sample: Sample) -> str:
 
 
 def judge(verdicts: tuple[Callable[[Results], Verdict], ...], results: Results) -> list[Verdict]:
-    """All verdicts of a study; a claim on what the sweep does not have says so."""
+    """All verdicts of a study; one that cannot be judged, such as for want of a run, says so."""
     return [_judge(verdict, results) for verdict in verdicts]
 
 
 def _judge(verdict: Callable[[Results], Verdict], results: Results) -> Verdict:
     try:
         return verdict(results)
-    except KeyError as error:
+    except Exception as error:  # a user's function, which must not cost the report
         claim = getattr(verdict, "claim", getattr(verdict, "__name__", str(verdict)))
-        return Verdict(claim, "", f"cannot be judged: {error.args[0]}", False)
+        return Verdict(claim, "", f"cannot be judged: {_said(error)}", False)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args:
+        return str(error.args[0])
+    return f"{type(error).__name__}: {error}"

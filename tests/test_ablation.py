@@ -164,7 +164,11 @@ def test_pruning_removes_one_head_more_each_time(redundant):
 
 
 def test_orders():
-    assert least_important_first(np.array([[3.0, 1], [0, 1]])) == [(1, 0), (0, 1), (1, 1), (0, 0)]
+    assert least_important_first(np.array([[3.0, 1], [0, 1]])) == [(1, 0), (0, 1), (0, 0), (1, 1)]
+    # A layer whose gradients are all a hundred times as large loses no head later for that.
+    within = np.array([[3.0, 4], [1, 2]])
+    assert least_important_first(within) == least_important_first(within * [[100], [1]])
+    assert least_important_first(np.zeros((2, 1))) == [(0, 0), (1, 0)]
     first, again, other = (random_order((2, 3), seed) for seed in (0, 0, 1))
     assert first == again != other
     assert sorted(first) == sorted(other) == list(np.ndindex(2, 3))

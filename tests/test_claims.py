@@ -24,7 +24,7 @@ from sweeps.axes import AxisError
 from sweeps.claims import command, drive, record
 from sweeps.claims.evidence import AtLeast, Bench, Pytest, StudyEvidence, Training
 from sweeps.claims.judge import Judged
-from sweeps.claims.rows import Claims, Finding, Found, Row, Table
+from sweeps.claims.rows import NO_ROW, Claims, Finding, Found, Row, Table
 from sweeps.claims.text import TextModel, WithLearnedSinks
 from sweeps.folder import SweepFolder
 from tests.tiny_sweep import options
@@ -66,7 +66,11 @@ class Script:
 
 
 GOOD = Script("good", ((None, "0.75", True, False),), table=Table(("n", "b|c"), (("1", "<2>"),)))
-BAD = Script("bad", ((2, "0.25 <of> 1", False, False), (2, "as thought", True, True)))
+BAD = Script("bad", (
+    (2, "0.25 <of> 1", False, False), (2, "as thought", True, True),
+    (NO_ROW, "as in a paper", True, False), (NO_ROW, "of what is so", True, True),
+    (NO_ROW, "not as in a paper", False, False), (NO_ROW, "why it is not", True, True),
+))  # fmt: skip
 FAILS = Script("fails", code="import sys; sys.exit('no such luck')")
 DIES = Script("dies", code="import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 ABSENT = Script("absent", needs=("configs/sweeps/nosuch.py",))
@@ -134,6 +138,17 @@ def test_what_differs_comes_with_its_reason_and_the_test_of_it(whole):
     ]
     assert "1 of 6 rows are confirmed. Without a result: fails, dies, absent." in text
     assert "### Row 1:" not in text and "| n | b\\|c |" in text
+
+
+def test_what_no_row_claims_is_told_where_it_is_not_as_in_a_paper(whole):
+    """A study may judge more than the articles claim; no row's verdict depends on that."""
+    for name, line in (("claims.md", "\n- {}"), ("claims.html", "<li>{}</li>")):
+        text = (whole[0] / name).read_text()
+        section = text.partition("What no row claims, and is not as in the papers")[2]
+        assert line.format("✗ it is so: not as in a paper") in section
+        assert line.format("Reason, tested: ✓ it is so: why it is not") in section
+        assert "✓ it is so: as in a paper" not in text
+        assert "✓ it is so: of what is so" not in text
 
 
 def test_the_page_for_a_browser_says_the_same(whole):
@@ -335,17 +350,19 @@ def test_a_study_hands_on_the_verdicts_that_name_a_row(tmp_path, monkeypatch):
     titled = (
         dataclasses.replace(first, claim=f"24, 25: {first.claim}"),
         dataclasses.replace(second, claim=f"reason 5: {second.claim}"),
-        second,
+        dataclasses.replace(first, claim=f"reason: {first.claim}"),
     )
     monkeypatch.setattr(study, "load", lambda path: dataclasses.replace(STUDY, verdicts=titled))
     found = StudyEvidence("tiny", ("--seeds=1",), 1.0).read(folder.path)
-    halve, again, reason = found.findings
+    halve, again, reason, other = found.findings
     assert dataclasses.replace(again, row=24) == halve and again.row == 25
     assert (halve.row, halve.what, halve.confirmed, halve.reason) == (
         24, "heads that share keys halve the cache", True, False,
     )  # fmt: skip
     assert halve.measured.startswith("0.5: ") and "(wanted: cache_bytes_per_token" in halve.measured
     assert (reason.row, reason.confirmed, reason.reason) == (5, False, True)
+    assert dataclasses.replace(other, row=24, reason=False) == halve
+    assert other.row == NO_ROW and other.reason
     assert found.table.head[0] == "point" and [row[0] for row in found.table.rows] == ["gqa", "mqa"]
     # A point that a short form leaves out is no row.
     for run in results.read(folder).point("mqa").runs:
@@ -353,6 +370,7 @@ def test_a_study_hands_on_the_verdicts_that_name_a_row(tmp_path, monkeypatch):
         shutil.rmtree(folder.run(run.name).path, ignore_errors=True)
     found = StudyEvidence("tiny", ("--only=gqa",), 1.0).read(folder.path)
     assert [row[0] for row in found.table.rows] == ["gqa"]
+    assert [finding.row for finding in found.findings] == [24, 25, 5]
 
 
 def test_a_training_run_has_to_reach_its_bounds(tmp_path):

@@ -302,3 +302,26 @@ def test_a_bias_is_no_head_output():
     found = scores.head_outputs(attention, head, positions, 16)
     expected = np.einsum("btne,ned->btnd", head, attention.w_o_NHD[...])
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_global_tokens_are_scored_by_the_pattern_that_they_ask_with():
+    """Longformer with projections of its own for global tokens; with equal ones nothing differs."""
+    plain = decoders.decoder("longformer", vocab_size=40, num_layers=2, num_global=3)
+    own = decoders.decoder(
+        "longformer", vocab_size=40, num_layers=2, num_global=3, global_projections=True
+    )
+    sequences = scores.score_sequences(40, bos=True, repeats=2)
+    _, params = pure.split(plain)
+    graph, random = pure.split(own)
+    same = {name: params[name.replace("global_heads", "heads")] for name in random}
+    wanted = scores.head_scores(plain, sequences)
+    for name, value in scores.head_scores(pure.merge(graph, same), sequences).items():
+        np.testing.assert_allclose(value, wanted[name], atol=2e-5, err_msg=name)
+
+    tokens_BT = jnp.asarray(sequences.repeated_BT)
+    probe = Probe(read=("layer0/pattern", "layer0/global/pattern"))
+    own(tokens_BT, probe=probe)
+    local, asked = (probe.values[name] for name in ("layer0/pattern", "layer0/global/pattern"))
+    assert np.abs(asked[:, :, 1:3] - local[:, :, 1:3]).max() > 0.01
+    expected = jnp.concatenate([asked[:, :, :3], local[:, :, 3:]], axis=2)
+    np.testing.assert_allclose(scores.read_patterns(own, tokens_BT)[1][0], expected, atol=1e-6)

@@ -24,7 +24,7 @@ def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
         (resources("ray", workers=2), "--workers is for this machine"),
         (resources("local", gpus_per_run=1.0), "set --executor=ray"),
         (resources("local", workers=0), "--workers must be at least 1, got 0"),
-        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1, got 0"),
+        (resources("local", cores_per_run=0), "--cores_per_run must be at least 1 and at most"),
         (resources("slurm"), "local or ray, got 'slurm'"),
     ):
         with pytest.raises(OptionError, match=re.escape(said)):
@@ -60,6 +60,7 @@ def test_gpus_are_those_that_the_user_may_use(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
         shares = local.LocalExecutor()._shares
         assert [extra["CUDA_VISIBLE_DEVICES"] for extra, _ in shares] == names
+    monkeypatch.setattr(local, "available_cores", lambda: list(range(8)))
     with pytest.raises(OptionError, match="--cores_per_run=4 divides the cores of a CPU"):
         local.LocalExecutor(cores_per_run=4)
 
@@ -79,5 +80,6 @@ def test_this_machine_is_divided_among_its_processes(monkeypatch):
     assert local.LocalExecutor().slots == 5
     two = local.LocalExecutor(cores_per_run=2)
     assert two.slots == 2 and [cores for _, cores in two._shares] == [[0, 2], [3, 5]]
-    assert local.LocalExecutor(cores_per_run=8)._shares[0][1] == [0, 2, 3, 5, 7]
+    with pytest.raises(OptionError, match="at most the 5 cores of this machine, got 8"):
+        local.LocalExecutor(cores_per_run=8)
     assert local.LocalExecutor(workers=7).slots == 7

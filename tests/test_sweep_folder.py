@@ -90,8 +90,12 @@ def test_points_of_a_job_array_begin_together(tmp_path):
 
 def test_results_of_points_that_are_no_more_are_not_dropped(folder):
     train_all(folder)
-    with pytest.raises(OptionError, match="results of points that this sweep does not have: mqa"):
+    lost = "results of runs that this sweep does not have: "
+    with pytest.raises(OptionError, match=lost + "mqa,seed=0, mqa,seed=1"):
         folder.check_usable_for("tiny", PLAN.at(0))
+    fewer = make_plan(tiny_sweep.get_sweep(), tiny_sweep.get_config().to_dict(), seeds=(1,))
+    with pytest.raises(OptionError, match=f"{lost}gqa,seed=0, mqa,seed=0.* the same points, --se"):
+        folder.check_usable_for("tiny", fewer)
     for name in NAMES[2:]:
         folder.result(name).unlink()
     folder.check_usable_for("tiny", PLAN.at(0))

@@ -7,11 +7,14 @@ import shlex
 
 import pytest
 
+from analysis.cost import cost
 from configs import base
+from configs.sweeps import copying, heads, variants
+from sweeps import axes
 from sweeps.axes import AxisError, axis, case, chain, product, zipped
 from sweeps.command import read_seeds
 from sweeps.description import train_command
-from sweeps.fairness import Equal, bill
+from sweeps.fairness import QUANTITIES, Equal, bill
 from sweeps.plan import make_plan
 from sweeps.study import Study, load
 from tests import tiny_sweep
@@ -53,6 +56,7 @@ def test_a_product_has_every_pair_and_the_last_axis_varies_fastest():
 
 def test_zipped_axes_go_together():
     both = zipped(WIDTHS, RATES)
+    assert axes.zip(WIDTHS, RATES) == both
     assert [dict(choice.changes) for choice in both.choices] == [
         {"model.d_model": 32, "optimizer.learning_rate": 1e-3},
         {"model.d_model": 64, "optimizer.learning_rate": 3e-3},
@@ -225,13 +229,45 @@ def test_equal_cache_bytes_count_what_a_sequence_keeps():
     assert found.points[1].runs[0].settings.model.d_model == 256
 
 
+def test_the_cache_is_counted_at_the_length_of_the_reference():
+    """The same model on longer sequences is as large as before."""
+    found = plan(
+        chain(case("mha"), case("longer", {"task.length": 129})), equal=Equal("cache_bytes", "mha")
+    )
+    assert found.points[1].solved.got == found.points[0].bill.cache_bytes
+    assert found.points[1].runs[0].settings.model.d_model == 64
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize(
+    ("study", "to"),
+    [
+        (variants, "mha"),
+        pytest.param(copying, "rope", marks=pytest.mark.broad),
+        pytest.param(heads, "heads=4", marks=pytest.mark.broad),
+    ],
+)
+def test_studies_that_ship_can_be_made_equal(study, to, quantity):
+    config, axes = study.get_config().to_dict(), study.get_sweep()
+    found = make_plan(axes, config, equal=Equal(quantity, to))
+    sizes = {}
+    for point in found.points:
+        settings = point.runs[0].settings
+        size = cost(settings.model, config["task"]["length"], 1)
+        sizes[point.name] = {
+            "parameters": size.parameters["total"], "cache_bytes": size.cache.sequence_bytes,
+        }[quantity]  # fmt: skip
+    assert all(abs(size / sizes[to] - 1) <= 0.1 for size in sizes.values()), sizes
+
+
 def test_sizes_that_cannot_be_made_equal_are_refused():
     axes = chain(case("mha"), case("mqa", {"model.pattern": ("mqa",)}))
     for equal, said in (
         (Equal("cache_bytes", "gqa"), "made equal to the point 'gqa', which it does not have"),
         (
-            Equal("parameters", "mha", option="model.d_model"),
-            "point mqa: no model.d_model gives 106,816",
+            Equal("parameters", "mha", option="model.d_model", within=0.01),
+            "point mqa: no model.d_model gives 106,816 parameters within 1%: 72 gives 118,440; "
+            "--equal_within=0.11 would take it",
         ),
     ):
         with pytest.raises(OptionError, match=said):
@@ -241,6 +277,8 @@ def test_sizes_that_cannot_be_made_equal_are_refused():
         plan(swept, equal=Equal("parameters", "mha"))
     with pytest.raises(OptionError, match="parameters or cache_bytes, got 'flops'"):
         Equal("flops", "mha")
+    with pytest.raises(OptionError, match=r"--equal_within is a share from 0 to 1, got -0\.1"):
+        Equal("parameters", "mha", within=-0.1)
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")

@@ -102,6 +102,22 @@ def test_a_report_of_partial_and_missing_runs(tmp_path):
     assert "1 of 2" in text
 
 
+def test_a_function_of_the_user_that_fails_costs_no_report(folder, found, capsys):
+    def first_of_none(results):
+        return [][0]
+
+    def half_a_picture(results, path):
+        raise ValueError("no axes")
+
+    asked = dataclasses.replace(STUDY, verdicts=(first_of_none,), pictures=(half_a_picture,))
+    report.write(folder, asked, found)
+    text = (folder.path / "report.md").read_text()
+    assert "| first_of_none |  | cannot be judged: IndexError: list index out of range |" in text
+    assert "half_a_picture could not be drawn: ValueError: no axes" in text
+    assert "half_a_picture could not be drawn" in capsys.readouterr().err
+    report.write(folder, STUDY, found)
+
+
 def test_a_report_of_nothing_at_all(tmp_path):
     plan = make_plan(STUDY, tiny_sweep.get_config().to_dict())
     folder = SweepFolder(tmp_path / "sweep")

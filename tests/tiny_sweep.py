@@ -54,7 +54,7 @@ def options(**changes) -> Options:
     default = Options(
         given=frozenset(changes), base=lambda: get_config().to_dict(), overrides={}, workdir=None,
         dry_run=False, only=None, point=None, seeds=None, equal=None, equal_to=None,
-        report_only=False, executor="local", ray_address="auto", workers=None, cores_per_run=1,
-        gpus_per_run=0.0, memory_per_run=0.0, retries=2, pack="auto",
+        equal_within=0.1, report_only=False, executor="local", ray_address="auto", workers=None,
+        cores_per_run=1, gpus_per_run=0.0, memory_per_run=0.0, retries=2, pack="auto",
     )  # fmt: skip
     return dataclasses.replace(default, **changes)

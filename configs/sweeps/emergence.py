@@ -73,14 +73,14 @@ def get_sweep():
                     0.7),
             Below(f"17: they change abruptly, 10 to 90 % within a quarter of training ({paper})",
                   two, "width_share", 0.25),
-            Below("with 8 heads of width 8 as abruptly", "heads=8", "width_share", 0.25),
+            Below(f"with 8 heads of width 8 as abruptly ({paper})", "heads=8", "width_share", 0.25),
             Below("16: one layer never changes, not in twice the training (the paper: never)",
                   one, "changed", 0.0),
             Between("15, 16: previous-token heads of the layer below rise with prefix matching: "
                     f"two looks of {LOOK} steps before it at most, or one after it (the paper: "
                     "the circuit forms at once)", two, "previous_lag", -2 * LOOK, LOOK),
-            Below("with 8 heads of width 8 too none rises after it", "heads=8", "previous_lag",
-                  LOOK),
+            Below("with 8 heads of width 8 too none rises after it (the paper: the circuit forms "
+                  "at once)", "heads=8", "previous_lag", LOOK),
             Below("reason: there the heads of the layer share it, and their sum rises before",
                   "heads=8", "previous_sum_lag", 0.0),
             Above("15, 16: and their scores are ranked alike over steps", two,
@@ -107,22 +107,24 @@ def get_sweep():
                   "other heads do not matter)", two, "kept/random_full", 0.8),
             Above("reason 17: the induction heads need them to know where to look; with all "
                   "patterns preserved four fifths are left", two, "kept/random_preserving", 0.8),
-            Above("of 8 heads, fully, where none of those at random has half the previous-token "
-                  "score of the best", "heads=8", "kept/idle_full", 0.8),
+            Above("17: of 8 heads, fully, where none of those at random has half the "
+                  "previous-token score of the best", "heads=8", "kept/idle_full", 0.8),
             Above(f"20: a fifth of 2 × 4 heads can go, least important first, at .02 of accuracy "
                   f"({michel})", two, "pruned/importance_free", 0.2),
             Above(f"20: likewise of 2 × 8 heads ({michel})", "heads=8", "pruned/importance_free",
                   0.2),
             Above("reason 20: heads of width 8 share the work; a third of 16 are induction heads",
                   "heads=8", "induction_heads", 16 / 3),
-            Outdoes("20: with a quarter of 2 × 4 heads gone that order is better than random ones",
-                    two, "pruned/importance@25", "pruned/random@25", 0.05),
+            Outdoes("20: with a quarter of 2 × 4 heads gone that order is better than random ones "
+                    "(Michel et al. give no figure)", two, "pruned/importance@25",
+                    "pruned/random@25", 0.05),
             Outdoes("20: likewise of 2 × 8 heads", "heads=8", "pruned/importance@25",
                     "pruned/random@25", 0.05),
-            Exceeds("14: four softmaxes of width 16 do better than one of 64", two, "heads=1",
-                    accuracy, 0.01),
-            Exceeds("5: scale 1 trains worse than 1/√16", two, "scale=1", accuracy, 0.05),
-            Exceeds("5: scale 1 trains worse than 1/√64 (the article's d_k)", "heads=1",
+            Exceeds("14: four softmaxes of width 16 do better than one of 64 (the article gives no "
+                    "figure)", two, "heads=1", accuracy, 0.01),
+            Exceeds("5: scale 1 trains worse than 1/√16 (the article gives no figure)", two,
+                    "scale=1", accuracy, 0.05),
+            Exceeds("5: scale 1 trains worse than 1/√64 (the article's d_k; no figure)", "heads=1",
                     "heads=1-scale=1", accuracy, 0.05),
         ),
     )  # fmt: skip

@@ -29,7 +29,7 @@ def get_config():
 
 
 def get_sweep():
-    """Four ways to remember, three widths, and a reason; three learning rates."""
+    """Four ways to remember, three widths, and a reason; four learning rates."""
     recall = "recall/accuracy"
     return Study(
         question="How many bytes of state does recall take?",
@@ -46,7 +46,7 @@ def get_sweep():
             case("taylor-d_model=32", {"model.pattern": ("linear",), "model.d_model": 32,
                                        "attention.linear.feature_map": "taylor"}),
         ),
-        learning_rates=(1e-3, 3e-3, 1e-2),
+        learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
         metrics=(recall,),
         columns=("recall/plateau", "cache_bytes", "parameters", "step_time_ms"),
         measures=(recall_plateau,),
@@ -58,6 +58,8 @@ def get_sweep():
                     "softmax,d_model=64", "linear,d_model=64", recall, 0.1),
             Exceeds("already at a quarter of that width", "softmax,d_model=16",
                     "linear,d_model=16", recall, 0.1),
+            Above("reason: what it lacks is the previous token, not room; one layer of that width "
+                  "recalls where keys carry it", "smeared,d_model=16", recall, 0.95),
             Exceeds("a wider state holds more (Zoology)", "linear,d_model=64", "linear,d_model=16",
                     recall, 0.1),
             Exceeds("reason: it lacks no room but a sharper kernel", "taylor-d_model=32",

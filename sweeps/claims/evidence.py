@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sweeps import results, study
-from sweeps.claims.rows import Finding, Found, Table
+from sweeps.claims.rows import NO_ROW, Finding, Found, Table
 from sweeps.executor import ROOT
 from sweeps.folder import SweepFolder
 from sweeps.tables import body, head
@@ -19,8 +19,8 @@ from training.run_folder import RunFolder
 # Marks of a test case in JUnit's report.
 _BAD = ("failure", "error", "skipped")
 # "24: …" and "24, 25: …" are verdicts on rows, "reason 24: …" on why one is not as in the
-# literature.
-_ROWS = re.compile(r"(reason )?(\d+(?:, \d+)*): (.+)", re.S)
+# literature; without a number they are on a paper's claim, which no row has.
+_ROWS = re.compile(r"(?:(reason)(?: |: ))?(?:(\d+(?:, \d+)*): )?(.+)", re.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,9 @@ class Bench:
         return Found(tuple(self._finding(verdict) for verdict in verdicts))
 
     def _finding(self, verdict: dict) -> Finding:
-        row, confirmed = int(verdict["row"]), bool(verdict["confirmed"])
-        return Finding(row, verdict["claim"], verdict["figures"], confirmed)
+        number, *reason = verdict["row"].split(", ")
+        claim, figures, confirmed = (verdict[key] for key in ("claim", "figures", "confirmed"))
+        return Finding(int(number), claim, figures, bool(confirmed), bool(reason))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,21 +152,31 @@ class StudyEvidence:
 
     def read(self, folder: Path) -> Found:
         found = results.read(SweepFolder(folder))
-        findings = []
-        for verdict in judge(study.load(ROOT / self.path).verdicts, found):
-            if about := _ROWS.match(verdict.claim):
-                reason, numbers, claim = about.groups()
-                measured = f"{verdict.measured} (wanted: {verdict.expected})"
-                findings += [
-                    Finding(int(number), claim, measured, verdict.confirmed, bool(reason))
-                    for number in numbers.split(", ")
-                ]
         # What a short form leaves out has not failed.
         tried = tuple(
             point for point in found.points if any(r.status != results.MISSING for r in point.runs)
         )
         shown = dataclasses.replace(found, points=tried)
+        findings = [
+            finding
+            for verdict in study.load(ROOT / self.path).verdicts
+            for finding in self._findings(verdict, found, shown)
+        ]
         return Found(tuple(findings), Table(head(shown), tuple(body(shown))))
+
+    @staticmethod
+    def _findings(verdict, found, shown) -> list[Finding]:
+        (full,), (short,) = judge((verdict,), found), judge((verdict,), shown)
+        reason, numbers, claim = _ROWS.match(full.claim).groups()
+        if numbers is None:
+            if short != full:
+                return []
+            numbers = str(NO_ROW)
+        measured = f"{full.measured} (wanted: {full.expected})"
+        return [
+            Finding(int(number), claim, measured, full.confirmed, bool(reason))
+            for number in numbers.split(", ")
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from sweeps import html
 from sweeps.claims.judge import Judged
 from sweeps.claims.record import Record, told
-from sweeps.claims.rows import Claims, Evidence, Finding
+from sweeps.claims.rows import NO_ROW, Claims, Evidence, Finding
 from sweeps.executor import ROOT
 from sweeps.tables import grid
 from training.run_folder import write_text
@@ -62,6 +62,11 @@ class Page:
             parts.append(f"### Row {each.row.number}: {each.row.claim}\n\n{lines}\n")
         if self._differing():
             parts.insert(4, f"## {_DIFFERING}\n")
+        if self._beside():
+            parts.append(f"## {_BESIDE}\n")
+        for one, lines in self._beside():
+            lines = "\n".join(f"- {_md(line)}" for line in lines)
+            parts.append(f"### {one.name}\n\n{lines}\n")
         evidence = [(*cells, f"`{told(one)}`") for one, cells in self._evidence()]
         parts.append("## Evidence\n\n" + grid(_EVIDENCE, evidence))
         for one in self._with_table():
@@ -93,6 +98,11 @@ class Page:
         for each in self._differing():
             lines = "".join(f"<li>{escape(line)}</li>" for line in _difference(each))
             body.append(f"<h3>Row {each.row.number}: {escape(each.row.claim)}</h3><ul>{lines}</ul>")
+        if self._beside():
+            body.append(f"<h2>{_BESIDE}</h2>")
+        for one, lines in self._beside():
+            lines = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            body.append(f"<h3>{escape(one.name)}</h3><ul>{lines}</ul>")
         evidence = [
             (*map(html.text, cells), html.code(told(one))) for one, cells in self._evidence()
         ]
@@ -112,6 +122,22 @@ class Page:
     def _differing(self) -> list[Judged]:
         return [each for each in self.judged if not each.confirmed]
 
+    def _beside(self) -> list[tuple[Evidence, list[str]]]:
+        """What no row claims and is not as in a paper, with the tests of its reason."""
+        found = []
+        for one, record in self.records.items():
+            lines, differs = [], False
+            for finding in record.found.findings:
+                if finding.row != NO_ROW:
+                    continue
+                if not finding.reason:
+                    differs = not finding.confirmed
+                if differs:
+                    lines.append(("Reason, tested: " if finding.reason else "") + _line(finding))
+            if lines:
+                found.append((one, lines))
+        return found
+
     def _evidence(self) -> list[tuple[Evidence, tuple[str, ...]]]:
         found = []
         for one, record in self.records.items():
@@ -127,6 +153,7 @@ class Page:
 
 
 _DIFFERING = "What is not confirmed, and why"
+_BESIDE = "What no row claims, and is not as in the papers"
 
 
 def _lines(each: Judged) -> list[str]:

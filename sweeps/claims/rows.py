@@ -10,13 +10,16 @@ from typing import Protocol
 from sweeps.axes import AxisError
 from training.settings import OptionError
 
+NO_ROW = 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One thing that a piece of evidence says.
 
     Attributes:
-      row: number of the claim it is about; None: of every claim that cites the evidence.
+      row: number of the claim it is about; None: of every claim that cites the evidence;
+        ``NO_ROW``: of none, it is a paper's and stands on the page by itself.
       what: what was expected, or tested.
       measured: what came of it: our figure.
       confirmed: whether that is what was expected.
