@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-from sweeps import cluster, local
+from sweeps import cluster, command, estimate, local
 from sweeps.command import make_executor
-from sweeps.executor import Job
+from sweeps.executor import Job, available_cores
+from sweeps.plan import make_plan
+from tests import tiny_sweep
 from tests.tiny_sweep import options
 from training.settings import OptionError
 
@@ -83,3 +85,33 @@ def test_this_machine_is_divided_among_its_processes(monkeypatch):
     with pytest.raises(OptionError, match="at most the 5 cores of this machine, got 8"):
         local.LocalExecutor(cores_per_run=8)
     assert local.LocalExecutor(workers=7).slots == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"workers": -3}, "--workers must be at least 1, got -3"),
+        ({"cores_per_run": 10**6}, "cores of this machine, got 1000000"),
+        ({"executor": "ray", "workers": 2}, "--workers is for this machine"),
+        ({"executor": "ray", "gpus_per_run": -1.0}, "--gpus_per_run must be at least 0"),
+        ({"ray_address": "auto"}, "--ray_address is for --executor=ray"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(changes, said):
+    """Before the plan is made, and without asking a cluster."""
+    with pytest.raises(OptionError, match=re.escape(said)):
+        command.main("tiny_sweep.py", tiny_sweep.get_sweep(), options(dry_run=True, **changes))
+
+
+def test_an_estimate_is_of_as_many_runs_as_go_at_once(monkeypatch):
+    monkeypatch.setattr(estimate, "available_cores", lambda: list(range(8)))
+    plan = make_plan(tiny_sweep.get_sweep(), tiny_sweep.get_config().to_dict(), seeds=range(5))
+    rate = 60.0, 0.0  # each of the ten runs takes a minute to compile
+    whole = 10 * (1 + estimate._START / 60)
+    for at_once, on in ((2, 2), (8, 8), (64, 8)):
+        said = f"About {whole:.1f} core minutes, {whole / on:.1f} on {on} cores: "
+        assert estimate.sentence(plan, rate, at_once).startswith(said)
+    assert "as many at a time as the cluster has" in estimate.sentence(plan, rate, None)
+    assert command._kind(options(cores_per_run=2)).at_once(options(cores_per_run=2)) == (
+        len(available_cores()) // 2
+    )

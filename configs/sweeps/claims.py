@@ -142,8 +142,8 @@ def _heads():
             "ones carry part of it; preserving all patterns does."),
         Row(18, "Attention sink: idle heads put their weight on the first token",
             "mass on position 0 per head", (TEXT, SINKS),
-            "no head of so small a model is idle. Were one, it would give its weight to a learned "
-            "sink, a logit that carries no value."),
+            "no head of this model, small and trained on 2 million tokens, is idle. Were one, it "
+            "would give its weight to a learned sink, a logit that carries no value."),
         Row(19, "Keeping a few first tokens in a sliding window keeps streaming stable far past the"
             " training length", "StreamingLLM: window alone 5158, with 4 first tokens 5.40",
             (TEXT, SINKS),

@@ -117,7 +117,7 @@ def get_sweep():
                     "window=8" + two, induction, 0.3),
             Exceeds("29: linear attention copies worse than softmax", "MHA" + two,
                     "linear-elu" + two, inside, 0.2),
-            Above("29: linear attention under one causal layer changes", "linear+MHA" + two,
+            Above("linear attention under one causal layer changes", "linear+MHA" + two,
                   "changed", 1.0),
         ),
     )  # fmt: skip
