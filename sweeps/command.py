@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sweeps import cluster, estimate, local, results
+from sweeps import estimate, executor_flags, results
 from sweeps import report as reports
 from sweeps.description import describe
 from sweeps.drive import Outcome, drive
-from sweeps.executor import Executor, available_cores
 from sweeps.fairness import Equal
 from sweeps.folder import SweepFolder
 from sweeps.options import Options
@@ -40,69 +39,6 @@ class Request:
     plan: Plan
 
 
-class _Local:
-    """This machine's processes; the functions take the options of the command."""
-
-    @staticmethod
-    def check(options: Options) -> None:
-        if "ray_address" in options.given:
-            raise OptionError("--ray_address is for --executor=ray; set it, or leave both out")
-        if options.gpus_per_run or options.memory_per_run:
-            raise OptionError(
-                "--gpus_per_run and --memory_per_run are asked of a cluster; "
-                "set --executor=ray, or leave them out"
-            )
-        local.check_numbers(options.workers, options.cores_per_run)
-
-    @staticmethod
-    def at_once(options: Options) -> int | None:
-        return options.workers or len(available_cores()) // options.cores_per_run
-
-    @staticmethod
-    def make(options: Options) -> Executor:
-        return local.LocalExecutor(options.workers, options.cores_per_run)
-
-
-class _Ray:
-    """A cluster, which is not asked before something is to run."""
-
-    @staticmethod
-    def check(options: Options) -> None:
-        if options.workers is not None:
-            raise OptionError("--workers is for this machine; a cluster fills itself")
-        cluster.check_numbers(options.cores_per_run, options.gpus_per_run, options.memory_per_run)
-
-    @staticmethod
-    def at_once(options: Options) -> int | None:
-        return None
-
-    @staticmethod
-    def make(options: Options) -> Executor:
-        return cluster.RayExecutor(
-            options.ray_address, options.cores_per_run, options.gpus_per_run, options.memory_per_run
-        )
-
-
-EXECUTORS = {"local": _Local, "ray": _Ray}
-
-
-def _kind(options: Options) -> type[_Local] | type[_Ray]:
-    if options.executor not in EXECUTORS:
-        names = " or ".join(EXECUTORS)
-        raise OptionError(f"--executor must be {names}, got {options.executor!r}")
-    return EXECUTORS[options.executor]
-
-
-def make_executor(options: Options) -> Executor:
-    """The executor that the options ask for.
-
-    Raises:
-      OptionError: there is no such executor, or it cannot be had.
-    """
-    _kind(options).check(options)
-    return _kind(options).make(options)
-
-
 def main(path: str, study: Study, options: Options) -> int:
     """Runs what is missing of a study and reports it; returns the exit code.
 
@@ -125,7 +61,7 @@ def _check(options: Options) -> None:
         raise OptionError(f"--retries must not be negative, got {options.retries}")
     if options.pack not in MODES:
         raise OptionError(f"--pack must be one of {', '.join(MODES)}, got {options.pack!r}")
-    _kind(options).check(options)
+    executor_flags.kind(options).check(options)
 
 
 def read_request(path: str, study: Study, options: Options) -> Request:
@@ -196,7 +132,7 @@ def dry_run(request: Request, plan: Plan, options: Options) -> None:
     for point in plan.points:
         if point.solved:
             print(f"{point.name}: {point.solved}")
-    print(estimate.sentence(plan, rate, _kind(options).at_once(options)))
+    print(estimate.sentence(plan, rate, executor_flags.kind(options).at_once(options)))
 
 
 def sweep(request: Request, plan: Plan, options: Options) -> int:
@@ -208,7 +144,7 @@ def sweep(request: Request, plan: Plan, options: Options) -> int:
     workdir, one_point = options.folder(request.name), options.point is not None
     folder = SweepFolder(workdir)
     folder.check_usable_for(request.name, request.plan)
-    executor = make_executor(options)
+    executor = executor_flags.make(options)
     with folder.locked(plan.points[0].name if one_point else None) as left:
         # Once more: it may have been another's between the look and the lock.
         folder.check_usable_for(request.name, request.plan)

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from sweeps import cluster, command, estimate, local
-from sweeps.command import make_executor
+from sweeps import cluster, command, estimate, executor_flags, local
 from sweeps.executor import Job, available_cores
 from sweeps.plan import make_plan
 from tests import tiny_sweep
@@ -30,7 +29,7 @@ def test_what_a_machine_or_a_cluster_cannot_give_is_refused(monkeypatch):
         (resources("slurm"), "local or ray, got 'slurm'"),
     ):
         with pytest.raises(OptionError, match=re.escape(said)):
-            make_executor(wanted)
+            executor_flags.make(wanted)
 
 
 def test_what_a_run_asks_of_a_cluster():
@@ -42,7 +41,7 @@ def test_what_a_run_asks_of_a_cluster():
         ({"memory_per_run": -2.0}, "--memory_per_run must be at least 0, got -2.0"),
     ):
         with pytest.raises(OptionError, match=re.escape(said)):
-            make_executor(options(executor="ray", **changes))
+            executor_flags.make(options(executor="ray", **changes))
     node = {"CPU": 8.0, "GPU": 1.0, "memory": 2.0**34}
     assert cluster._fits(node, {"CPU": 2, "GPU": 0.0, "memory": 0}) == 4
     assert cluster._fits(node, {"CPU": 2, "GPU": 0.5, "memory": 0}) == 2
@@ -112,6 +111,6 @@ def test_an_estimate_is_of_as_many_runs_as_go_at_once(monkeypatch):
         said = f"About {whole:.1f} core minutes, {whole / on:.1f} on {on} cores: "
         assert estimate.sentence(plan, rate, at_once).startswith(said)
     assert "as many at a time as the cluster has" in estimate.sentence(plan, rate, None)
-    assert command._kind(options(cores_per_run=2)).at_once(options(cores_per_run=2)) == (
+    assert executor_flags.kind(options(cores_per_run=2)).at_once(options(cores_per_run=2)) == (
         len(available_cores()) // 2
     )
