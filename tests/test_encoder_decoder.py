@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,99 +12,40 @@ from flax import nnx
 from attention.cache import KVCache
 from attention.context import Context
 from attention.memory import Memory
-from attention.multi_head import MultiHead, MultiHeadCross, MultiHeadFull, MultiHeadWindow
+from attention.multi_head import MultiHeadCross
 from attention.probe import Probe
-from attention.reference import Dropout
 from models import generate as generation
-from models.decoder import Decoder, DecoderOptions
-from models.encoder_decoder import CrossBlockCache, EncoderDecoder, EncoderDecoderOptions
+from models.encoder_decoder import CrossBlockCache, EncoderDecoder
 from models.generate import generate
 from models.pure import merge
 from tests import oracles
 from tests.attending import same_bits
-from tests.oracles import assert_close
-
-B, T, S, D, N, H, F, V = 3, 7, 5, 12, 4, 6, 10, 17
-WINDOW = 3
-SYMBOLS = 12  # tokens are drawn below it; ids from it on stand in padding alone
-LENGTHS = (5, 3, 1)  # of the sources
-
-SHAPE = {
-    "vocab_size": V, "num_layers": 2, "d_model": D, "num_heads": N, "head_width": H,
-    "mlp": "swiglu", "d_ff": F, "pattern": ("causal", "window"),
-    "layers": (MultiHead(num_kv_heads=2), MultiHeadWindow(window=WINDOW)),
-}  # fmt: skip
-OPTIONS = EncoderDecoderOptions(
-    **SHAPE,
-    encoder_num_layers=2,
-    encoder_pattern=("full",),
-    encoder_layers=(MultiHeadFull(num_kv_heads=1),),
-    cross=MultiHeadCross(num_kv_heads=2),
+from tests.encoder_decoders import (
+    GRAPH,
+    HEADS,
+    LENGTHS,
+    OPTIONS,
+    PARAMS,
+    SYMBOLS,
+    WINDOW,
+    B,
+    H,
+    N,
+    S,
+    T,
+    V,
+    backward,
+    encode,
+    forward,
+    graph_of,
+    ids,
+    model,
+    padded,
+    places,
+    random,
+    shapes,
 )
-HEADS = ("layer0/head", "layer0/cross/head", "layer1/head", "layer1/cross/head")
-
-
-def random(*shape):
-    return np.random.default_rng().standard_normal(shape).astype(np.float32)
-
-
-def ids(*shape, low=0, high=SYMBOLS):
-    return np.random.default_rng().integers(low, high, shape).astype(np.int32)
-
-
-def shapes(make):
-    """Structure and shapes of a module by path; nothing is computed."""
-    graph, state = nnx.split(nnx.eval_shape(make))
-    flat = nnx.to_flat_state(state)
-    return graph, {"/".join(map(str, path)): leaf.shape for path, leaf in flat}
-
-
-def graph_of(options):
-    return shapes(lambda: EncoderDecoder(options, nnx.Rngs(0)))[0]
-
-
-def random_parameters(shapes_by_path):
-    """No parameter at 0, and gains about 1."""
-    rng = np.random.default_rng(1)
-    return {
-        path: jnp.asarray(0.4 * rng.standard_normal(shape) + path.endswith("gain_D"), "float32")
-        for path, shape in shapes_by_path.items()
-    }
-
-
-GRAPH, SHAPES = shapes(lambda: EncoderDecoder(OPTIONS, nnx.Rngs(0)))
-PARAMS = random_parameters(SHAPES)
-
-
-def model():
-    return merge(GRAPH, PARAMS)
-
-
-def padded(side="right", lengths=LENGTHS):
-    columns, lengths = np.arange(S)[None], np.asarray(lengths)[:, None]
-    return (columns < lengths if side == "right" else columns >= S - lengths).astype(np.int32)
-
-
-def places(start, stop, batch=B):
-    return np.tile(np.arange(start, stop, dtype=np.int32), (batch, 1))
-
-
-def logits(params, tokens, source, source_segments, segments=None):
-    model = merge(GRAPH, params)
-    return model(tokens, segments_BT=segments, memory=model.encode(source, source_segments))[0]
-
-
-forward = jax.jit(logits)
-
-
-encode = jax.jit(lambda source, segments: model().encode(source, segments))
-
-
-@jax.jit
-def backward(params, tokens, source, source_segments, do):
-    out, pull = jax.vjp(lambda p: logits(p, tokens, source, source_segments), params)
-    return out, pull(do)[0]
-
+from tests.oracles import assert_close
 
 # --- the whole model in float64 -------------------------------------------------------------------
 
@@ -431,156 +371,3 @@ def test_generation_is_the_roll_out_of_the_likeliest(monkeypatch):
     left[on_left == 1] = source[padded() == 1]
     options = {"source_BS": left, "source_segments_BS": on_left}
     np.testing.assert_array_equal(generate(model(), prompt, 5, **options)[0], expected)
-
-
-# --- options and mistakes -------------------------------------------------------------------------
-
-
-def test_every_attention_draws_its_own_dropout(monkeypatch):
-    """D1: also where encoder and decoder are given one key."""
-    half = functools.partial(dataclasses.replace, dropout=0.5)
-    graph = graph_of(
-        dataclasses.replace(
-            OPTIONS,
-            layers=tuple(map(half, OPTIONS.layers)),
-            encoder_layers=tuple(map(half, OPTIONS.encoder_layers)),
-            cross=half(OPTIONS.cross),
-        )
-    )
-    keys = []
-
-    def noted(self, weights):
-        keys.append(self.key)
-        return weights
-
-    monkeypatch.setattr(Dropout, "__call__", noted)
-
-    @jax.jit
-    def drawn(key):
-        keys.clear()
-        model = merge(graph, PARAMS)
-        memory = model.encode(jnp.zeros((1, 2), jnp.int32), dropout_key=key)
-        model(jnp.zeros((1, 2), jnp.int32), memory=memory, dropout_key=key)
-        return [jax.random.key_data(key) for key in keys]
-
-    assert len({tuple(key.tolist()) for key in drawn(jax.random.key(0))}) == 6
-
-
-def test_parameters_and_layers_of_the_model():
-    _, plain = shapes(lambda: Decoder(DecoderOptions(**SHAPE), nnx.Rngs(0)))
-    assert plain.items() <= SHAPES.items()
-    extra = {name.split("/")[0] for name in set(SHAPES) - set(plain)}
-    assert extra == {"blocks", "encoder_blocks", "encoder_norm"}
-    assert list(model().implementations(B, T)) == [
-        "encoder0", "encoder1", "layer0", "layer0/cross", "layer1", "layer1/cross",
-    ]  # fmt: skip
-
-
-def memory_of(batch=B, length=S, **changes):
-    index = np.ones((batch, length), np.int32)
-    memory = Memory(np.zeros((batch, length, D), np.float32), places(0, length, batch), index)
-    return dataclasses.replace(memory, **changes)
-
-
-def change(**changes):
-    return lambda: dataclasses.replace(OPTIONS, **changes)
-
-
-LEARNED = types.SimpleNamespace(
-    reads_source=True,
-    options=types.SimpleNamespace(vocab_size=V, position="learned", max_length=4),
-)
-TOKENS = np.zeros((B, 2), np.int32)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (change(encoder_num_layers=0), r"^model\.encoder_num_layers must be at least 1, got 0$"),
-        (change(encoder_layers=()), r"^model\.encoder_pattern must name at least one"),
-        (change(encoder_layers=(MultiHeadFull(num_kv_heads=3),)), r"^attention\.full: num_kv_"),
-        (change(cross=MultiHeadCross(num_kv_heads=3)), r"^attention\.cross: num_kv_heads must"),
-        (change(cross=MultiHead()), r"^attention\.cross must be cross-attention, got"),
-        (
-            change(layers=(MultiHead(), MultiHeadCross())),
-            r"^model\.pattern names 'window', which is cross-attention; every block",
-        ),
-        (change(encoder_layers=(MultiHeadCross(),)), r"^model\.encoder_pattern names 'full', "),
-        (
-            lambda: model().encode(ids(B, S), np.ones((B, T), np.int32)),
-            r"^source_BS and its segments must be \(B, S\) alike, got \(3, 5\) and \(3, 7\)$",
-        ),
-        (lambda: model().encode(ids(B, S) + V), r"^source id \d+ is outside 0 … 16$"),
-        (lambda: model()(TOKENS), r"^there is no memory to read; pass memory="),
-        (
-            lambda: model()(TOKENS, memory=memory_of(segments_BS=np.ones((B, 2), np.int32))),
-            r"^memory\.segments_BS must be \(B, S\) = \(3, 5\) as its activations, got \(3, 2\)$",
-        ),
-        (
-            lambda: model()(TOKENS, memory=memory_of(2)),
-            r"^the memory has 2 rows for 3 rows of tokens$",
-        ),
-        (
-            lambda: model()(
-                TOKENS, places(0, 2), caches=model().init_caches(B, 4, 9), memory=memory_of()
-            ),
-            r"^the memory is \(B, S\) = \(3, 5\), but the caches are for \(3, 9\)$",
-        ),
-        (
-            lambda: model()(TOKENS, places(0, 2), caches=model().init_caches(B, 4, S)),
-            r"^the caches hold no memory, or only padding; pass memory=",
-        ),
-        (
-            lambda: model()(TOKENS, caches=model().init_caches(B, 4, S), memory=memory_of()),
-            r"^with caches, positions_BT must say",
-        ),
-        (lambda: generate(model(), TOKENS, 1), r"^an encoder-decoder needs source_BS, or caches"),
-        (
-            lambda: generate(model(), TOKENS, 1, source_segments_BS=padded()),
-            r"^source_segments_BS is given, but source_BS is not$",
-        ),
-        (
-            lambda: generate(model(), TOKENS, 1, caches=model().init_caches(B, 4, S)),
-            r"^the caches hold no memory",
-        ),
-        (
-            lambda: generate(model(), TOKENS, 1, source_BS=ids(2, S)),
-            r"^source_BS and source_segments_BS must be \(B, S\) alike for 3 prompts, got \(2, 5\)",
-        ),
-        (
-            lambda: generate(model(), TOKENS, 1, source_BS=ids(B, S) + V),
-            r"^source id \d+ is outside 0 … 16$",
-        ),
-        (
-            lambda: generate(LEARNED, TOKENS, 1, source_BS=ids(B, S)),
-            r"^source position 4 is outside the 4 learned positions",
-        ),
-        (
-            lambda: generate(
-                types.SimpleNamespace(reads_source=False, options=LEARNED.options),
-                TOKENS, 1, source_BS=ids(B, S),
-            ),
-            r"^a decoder reads no source; only an encoder-decoder does$",
-        ),
-    ],
-)  # fmt: skip
-def test_mistakes_are_named(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_a_key_mask_of_the_length_of_the_queries_is_refused_by_the_layer():
-    """Z1: a mask with T entries."""
-    layer = model().blocks[0].cross
-    memory = memory_of(segments_BS=np.ones((B, T), np.int32))
-    with pytest.raises(ValueError, match=rf"segments_BS must be \(B, S\) = \({B}, {S}\)"):
-        layer(random(B, T, D), places(0, T), memory=memory)
-
-
-def test_a_memory_longer_than_its_cache_is_refused_by_the_layer():
-    """It would take the place of the shorter one, and the cache would no longer be one type."""
-    layer = model().blocks[0].cross
-    with pytest.raises(
-        ValueError, match=rf"= \({B}, {S}\), but the caches are for \({B}, {S - 1}\)"
-    ):
-        layer(random(B, T, D), places(0, T), memory=memory_of(), cache=layer.init_cache(B, S - 1))
