@@ -24,8 +24,7 @@ from benchmarks.timing import Estimate, calls_for, in_turns, peak_bytes, ratio, 
 
 LENGTHS, REPEATS = [1024, 2048, 4096, 8192], 5
 SHORT_VARIANTS, SHORT_LENGTHS, SHORT_REPEATS = (
-    ["causal", "window", "longformer", "one_head", "wide_heads", "one_wide_head", "linear",
-     "additive"], [1024, 2048, 4096], 3
+    ["causal", "window", "longformer", "one_head", "linear", "additive"], [1024, 2048, 4096], 3
 )  # fmt: skip
 # Dense scores of 4 heads are 1 GiB at 8,192 tokens, and its gradients hold several of them.
 LONGEST_DENSE = 4096

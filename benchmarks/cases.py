@@ -92,8 +92,6 @@ VARIANTS = {
     "gqa": Variant(torch_mask="causal", jax_nn={"is_causal": True}, K=2),
     "mqa": Variant(torch_mask="causal", jax_nn={"is_causal": True}, K=1),
     "one_head": Variant(N=1, K=1, H=256),
-    "wide_heads": Variant(H=256, longest=2048),
-    "one_wide_head": Variant(N=1, K=1, H=1024, longest=2048),
     "linear": Variant(other=_linear),
     # 64 hyperbolic tangents a pair: seconds where dot products take milliseconds.
     "additive": Variant(other=_additive, longest=1024),

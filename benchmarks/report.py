@@ -23,7 +23,7 @@ class Verdict:
     """What a measurement says about a row of the table of claims.
 
     Attributes:
-      row: its number; "N, reason" where it tests why row N is not confirmed.
+      row: its number.
       claim: in short.
       confirmed: None where it could not be measured.
       figures: what was measured, or why it was not.

@@ -115,9 +115,8 @@ class Bench:
         return Found(tuple(self._finding(verdict) for verdict in verdicts))
 
     def _finding(self, verdict: dict) -> Finding:
-        number, *reason = verdict["row"].split(", ")
-        claim, figures, confirmed = (verdict[key] for key in ("claim", "figures", "confirmed"))
-        return Finding(int(number), claim, figures, bool(confirmed), bool(reason))
+        row, confirmed = int(verdict["row"]), bool(verdict["confirmed"])
+        return Finding(row, verdict["claim"], verdict["figures"], confirmed)
 
 
 @dataclasses.dataclass(frozen=True)
