@@ -77,7 +77,8 @@ def table_csv(results: Results) -> str:
     varied = [
         name
         for name in options
-        if len({json.dumps(flat[r.name].get(name)) for r in results.runs if flat[r.name]}) > 1
+        if name not in head
+        and len({json.dumps(flat[r.name].get(name)) for r in results.runs if flat[r.name]}) > 1
     ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -57,6 +57,8 @@ def test_all_files_of_the_report(folder, found):
 
     rows = list(csv.DictReader(io.StringIO((folder.path / "results.csv").read_text())))
     assert [row["run"] for row in rows] == [line["run"] for line in lines]
+    header = (folder.path / "results.csv").read_text().splitlines()[0].split(",")
+    assert len(set(header)) == len(header)
     best = [row["best_learning_rate"] for row in rows]
     assert best == ["False"] * 2 + ["True"] * 4 + ["False"] * 2
     assert rows[0]["copy/accuracy"] == "0.25" and rows[0]["optimizer.learning_rate"] == "0.001"
