@@ -158,9 +158,7 @@ class Scatter:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y)
-        axes.legend(
-            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
-        )
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, **LEGEND)
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
@@ -212,9 +210,7 @@ class Series:
         axes.set_xticks(sorted(lengths), [str(length) for length in sorted(lengths)])
         axes.minorticks_off()
         axes.set(xlabel="length", ylabel=self.prefix.rstrip("@"), ylim=(-0.02, 1.02))
-        axes.legend(
-            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
-        )
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, **LEGEND)
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
@@ -251,9 +247,7 @@ class Levels:
                 axes.axhline(found.mean, lw=1.2, label=f"{label}: {found.mean:.3f}", **look)
         axes.set(xlabel="training tokens", ylabel=self.metric)
         axes.xaxis.set_major_formatter(with_prefixes())
-        axes.legend(
-            frameon=False, fontsize=8, handlelength=4, loc="center left", bbox_to_anchor=(1, 0.5)
-        )
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, **LEGEND)
         clean(axes)
         path = folder / f"{self.name}.png"
         figure.savefig(path, dpi=150)
