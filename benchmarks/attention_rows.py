@@ -13,7 +13,7 @@ from benchmarks.timing import Estimate, exponent, ratio
 # done once a call or once a token counts for more at the short end, caches at the long one.
 SQUARE, LINE = (1.7, 2.3), (0.7, 1.3)
 # Four heads of equal total width have the same products, in smaller matrices, and four times the
-# exponentials: they took 1.43 to 1.56 times as long in seven runs, which is about this bound.
+# exponentials: they took 1.43 to 1.56 times as long in several runs, which is about this bound.
 EQUAL = 1.5
 SEVERAL = 2.0
 

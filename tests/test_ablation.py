@@ -98,6 +98,19 @@ def test_a_pattern_preserving_ablation_moves_no_pattern(model):
     assert abs(ablated.pattern_preserving(gate).loss - ablated.full(gate).loss) > 1e-5
 
 
+def test_patterns_of_global_tokens_are_preserved_too():
+    """Longformer with projections of its own for global tokens has two patterns in a layer."""
+    model = decoders.decoder(
+        "longformer", vocab_size=V, num_layers=2, num_global=2, global_projections=True
+    )
+    data, names = batch(), ("layer1/pattern", "layer1/global/pattern")
+    _, values = call(model, data, read=names)
+    patterns = {name: lambda _, name=name: values[name] for name in names}
+    logits, _ = call(model, data, layer0_head=lambda head: head.at[:, :, 2].set(0), **patterns)
+    gate = without((2, 4), [(0, 2)])
+    assert_result(Ablation(model, data).pattern_preserving(gate), logits, data)
+
+
 def test_in_the_last_layer_both_are_the_same(model):
     ablated, gate = Ablation(model, batch()), without((2, 4), [(1, 0), (1, 3)])
     assert ablated.full(gate).loss == pytest.approx(ablated.pattern_preserving(gate).loss, rel=1e-5)
