@@ -16,8 +16,15 @@ from attention.masks.values import FULL
 from attention.tiles import Head, Plan, Segments
 
 # Pairs at once: with the few arrays of float32 scores that a step holds, the level-2 caches of 2
-# cores are full. Four times as many took a quarter longer at 64 sequences of 64.
+# cores are full. Four times as many took a quarter longer at 64 sequences of 64. Where the heads of
+# one batch entry have more (16 heads at 384 × 384), a loop over the heads took two thirds of the
+# time and a seventh of the memory.
 PAIRS = 1 << 18
+
+
+def fits(plan: Plan, num_heads: int) -> bool:
+    """Whether the plan is one tile, and that of all key-value heads of one batch entry is small."""
+    return plan.is_one_tile and num_heads * plan.rows * plan.k_tile <= PAIRS
 
 
 def forward(plan: Plan, q_BKYH, k_BKXH, v_BKXE, segments: Segments):
@@ -80,7 +87,7 @@ def _allowed(plan: Plan, segments: Segments, q_axis: int) -> jax.Array:
 def _in_pieces(some: Callable, plan: Plan, *arguments):
     """``some`` of as many batch entries at once as have ``PAIRS`` pairs."""
     B, K, Y = arguments[0].shape[:3]
-    fit = max(PAIRS // (K * Y * plan.k_tile), 1)
+    fit = PAIRS // (K * Y * plan.k_tile)
     piece = max(n for n in range(1, B + 1) if n <= fit and B % n == 0)
     if piece == B:
         return some(*arguments)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attention import few, reference, tiled
 from attention.masks import Mask
@@ -131,7 +132,8 @@ def attend(
       out_BTNE in the dtype of v.
 
     Raises:
-      ValueError: shapes that do not fit together, or arrays that are not floating-point.
+      ValueError: shapes that do not fit together, q, k and v that are not floating-point,
+        positions and segments that are not whole numbers.
       TypeError: the mask is none.
       NotImplementedError: the named implementation cannot run this call; the reason is given.
     """
@@ -247,9 +249,19 @@ def _checked(
     for name, array, length in (("q_segments", q_segments, T), ("k_segments", k_segments, S)):
         if array is not None and array.shape != (B, length):
             raise ValueError(f"{name} must be ({B}, {length}), got {array.shape}")
+    for name, array in (
+        ("q_index", q_index), ("k_index", k_index),
+        ("q_segments", q_segments), ("k_segments", k_segments),
+    ):  # fmt: skip
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold whole numbers, got {array.dtype}")
     if sink_N is not None and sink_N.shape != (N,):
         raise ValueError(f"sink_N must have one logit per query head, ({N},), got {sink_N.shape}")
     scale = H**-0.5 if scale is None else scale
+    if jnp.shape(scale):
+        raise ValueError(f"scale must be one number, got an array of shape {jnp.shape(scale)}")
+    # What NumPy holds is known before tracing: every implementation takes it.
+    scale = scale.item() if isinstance(scale, np.ndarray) else scale
     return Call(
         q_BTNH, k_BSKH, v_BSKE, mask, q_index, k_index, q_segments, k_segments, scale, sink_N,
         dropout,

@@ -114,7 +114,7 @@ def _forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments)
     k, v = (
         in_tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
     )
-    forward = _one_tile_forward if plan.is_one_tile else _forward_by_tiles
+    forward = _one_tile_forward if one_tile.fits(plan, k.shape[1]) else _forward_by_tiles
     out_BTNE, lse_BTN, base_BTN, share_BTN = forward(plan, q, k, v, sink_N, segments, v_BSKE.dtype)
     nobody_BTN = jnp.zeros((B, padded_T, N), bool)
     bad_key_BTN, bad_BTN = _sees_bad(plan, segments, *finite, nobody_BTN)
@@ -204,7 +204,7 @@ def _backward(plan: Plan, kept, cotangents):
         in_tiles(x, plan.q_tile, plan.groups) for x in (q_rows, do, base_BTN, pull_BTN * share_BTN)
     )
 
-    backward = _one_tile_backward if plan.is_one_tile else _backward_by_tiles
+    backward = _one_tile_backward if one_tile.fits(plan, k.shape[2]) else _backward_by_tiles
     dq, dk, dv = backward(plan, q, k, v, q_rows, do, base, pull, segments, finite_BSK)
     dsink_N = None
     if sink_N is not None:

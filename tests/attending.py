@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from attention import few
+from attention.masks import EMPTY, FULL, Mask
 from attention.ops import IMPLEMENTATIONS, attend_with_lse, explain
 from attention.pallas import gpu, tpu
 from attention.reference import Dropout
@@ -214,6 +215,25 @@ class Runner:
             name = field.name
             if getattr(got, name) is not None:
                 assert_close(getattr(got, name), getattr(expected, name), tolerance, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lying(Mask):
+    """Says of each pair the contrary of what it says of tiles: shows which of the two is asked.
+
+    A tile on the diagonal or above it is EMPTY and one below FULL, whatever their pairs are.
+    """
+
+    def __call__(self, q_index, k_index):
+        return q_index < k_index
+
+    def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
+        return np.where(k_lo < q_lo, FULL, EMPTY)
+
+    @staticmethod
+    def counted(side: int):
+        """The pairs that count where no full tile is masked and no empty one visited."""
+        return lambda i, j: j // side < i // side
 
 
 def same_bits(a, b):

@@ -1,8 +1,10 @@
 """The TPU kernels against float64, in the TPU interpreter with race detection on two cores."""
 
 import dataclasses
+import re
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from attention.pallas.tpu import Tile
 from attention.reference import Dropout
 from attention.tile_table import tile_table
 from tests import oracles
-from tests.attending import chiefly
+from tests.attending import Lying, chiefly
 from tests.oracles import assert_close, chk, standard, visible_pairs
 
 
@@ -171,7 +173,7 @@ def test_bfloat16_and_a_group_with_padding():
     rng = np.random.default_rng(7)
     arrays = random(rng, 1, 20, 20, 71, 1, 8, 16)
     q, k, v, do = (np.asarray(jnp.asarray(x, "bfloat16"), np.float64) for x in arrays)
-    run = Run(call_of(q, k, v, Causal(), dtype="bfloat16"), do)
+    run = Run(call_of(q, k, v, Causal(), dtype="bfloat16"), do, Tile(8, 16))
     assert run.out.dtype == run.dq.dtype == jnp.bfloat16 and run.lse.dtype == jnp.float32
     visible = visible_pairs(lambda i, j: j <= i, 1, 20, 20)
     right = oracles.attention(q, k, v, visible, do=do)
@@ -198,6 +200,55 @@ def test_empty_tiles_are_not_visited():
     assert working < table.kinds.size / 5 and all(idle)
     K, kernels = 2, 3
     assert len(points) == K * (kernels * working + 2 * idle[0] + idle[1])
+
+
+@pytest.mark.interpreted
+def test_full_tiles_skip_the_mask():
+    """The pairs that count are those of the full tiles, though the mask hides each of them."""
+    q, k, v, do = random(np.random.default_rng(9), 1, 32, 32, 2, 1, 8, 5)
+    run = Run(call_of(q, k, v, Lying()), do, Tile(8, 8))
+    visible = visible_pairs(Lying.counted(8), 1, 32, 32)
+    run.assert_equals(oracles.attention(q, k, v, visible, do=do))
+
+
+def test_every_product_of_float32_is_exact():
+    """N3, of which the interpreter knows nothing: it multiplies float32 as such in any case."""
+    q, k, v, _ = random(np.random.default_rng(10), 1, 16, 16, 2, 1, 8, 5)
+    call = call_of(q, k, v, Causal())
+    with tpu.interpreted(), jax.default_matmul_precision("default"):
+        plan = tpu.plan(call, Tile(8, 8))
+
+        def loss(q):
+            return tpu.run_planned(dataclasses.replace(call, q_BTNH=q), plan)[0].sum()
+
+        program = str(jax.make_jaxpr(jax.grad(loss))(call.q_BTNH))
+    products = re.findall(r"dot_general\[.*?(?:precision=(.*?)\n.*?)?preferred", program, re.DOTALL)
+    # Two products forward, three for dq, four for dk and dv; on full and on masked tiles.
+    assert len(products) >= 2 * (2 + 3 + 4)
+    assert set(products) == {"(Precision.HIGHEST, Precision.HIGHEST)"}
+
+
+def test_a_race_is_an_error():
+    """Two cores write the same block: what the tests of kernels rely on to fail."""
+
+    def copy(x, out):
+        out[...] = x[...]
+
+    with tpu.interpreted():
+        racing = pl.pallas_call(
+            copy,
+            grid=(2,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            out_shape=jax.ShapeDtypeStruct((8, 128), "float32"),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+            interpret=tpu._interpreter.get(),
+        )
+        try:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+                jax.block_until_ready(racing(jnp.ones((16, 128))))
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
 
 
 def test_visits_list_every_tile_once_and_every_row():

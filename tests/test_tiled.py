@@ -5,6 +5,8 @@ sequence has empty, full, partial and cut ones.
 """
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ from attention.reference import Dropout
 from attention.tile_table import tile_table
 from attention.tiles import Plan
 from tests import oracles
+from tests.attending import Lying
 from tests.oracles import assert_close, chk, standard, visible_pairs
+from tests.test_attend import MASKS
 
 MiB = 1 << 20
 
@@ -60,30 +64,28 @@ def assert_equals(got, expected, dtype="float32"):
 
 # --- tiles of any shape ---------------------------------------------------------------------------
 
-CASES = {
-    "causal": (Causal(), lambda i, j: j <= i, (16, 8)),
-    "streaming": (
-        Causal() & (Window(7) | First(3)),
-        lambda i, j: (j <= i) & ((j > i - 7) | (j < 3)),
-        (10, 24),
-    ),
-    "longformer": (
-        Window(5, ahead=4) | Global((2, 30)),
-        lambda i, j: (abs(i - j) < 5) | (j == 2) | (j == 30) | (i == 2) | (i == 30),
-        (8, 8),
-    ),
-    "full": (Full(), lambda i, j: j == j, (9, 17)),
-}
+# Of each mask another tile: square ones and not, of a few rows and of most.
+SIZES = [(16, 8), (8, 8), (10, 24), (9, 17), (24, 10), (8, 16), (12, 12), (40, 8), (8, 40)]
 
 
-@pytest.mark.parametrize(("mask", "sees", "sizes"), CASES.values(), ids=CASES)
-def test_any_tile(mask, sees, sizes):
+@pytest.mark.parametrize(
+    ("mask", "sees", "sizes", "dtype"),
+    [
+        pytest.param(*mask, sizes, dtype, id=f"{name}-{dtype}")
+        for (name, mask), sizes in zip(MASKS.items(), SIZES, strict=True)
+        for dtype in ("float32", *{"causal": ["bfloat16"], "streaming": ["float16"]}.get(name, ()))
+    ],
+)
+def test_any_tile(mask, sees, sizes, dtype):
     """Lengths that no tile divides, grouped heads, H ≠ E, both cotangents, a sink."""
-    q, k, v, do, dlse = random_inputs(2, 45, 51, 4, 2, 6, 3)
+    inputs = random_inputs(2, 45, 51, 4, 2, 6, 3)
+    q, k, v, do, dlse = (np.asarray(jnp.asarray(x, dtype), np.float64) for x in inputs)
     sink = np.random.default_rng().standard_normal(4).astype(np.float32)
-    got = in_tiles(q, k, v, do, dlse, mask, sizes, sink=sink)
+    given = (jnp.asarray(x, dtype) for x in (q, k, v))
+    got = in_tiles(*given, do, dlse, mask, sizes, sink=sink)
+    assert str(got.dk.dtype) == dtype
     visible = visible_pairs(sees, 2, 45, 51)
-    assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse, sink=sink))
+    assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse, sink=sink), dtype)
 
 
 def test_more_queries_than_keys():
@@ -227,12 +229,12 @@ def test_case_H1(mask):
     assert temporaries(mask, 16384, backward=True) < 64 * MiB
 
 
-@pytest.mark.parametrize("mask", [LONG["longformer"], LONG["causal"]], ids=["longformer", "causal"])
+@pytest.mark.parametrize("mask", LONG.values(), ids=LONG)
 def test_case_H1_forward(mask):
     assert temporaries(mask, 16384, backward=False) < 64 * MiB
 
 
-@pytest.mark.parametrize("name", ["longformer", "causal"])
+@pytest.mark.parametrize("name", LONG)
 def test_twice_the_length_takes_twice_the_memory(name, record_property):
     short, long = (temporaries(LONG[name], T, backward=True) for T in (8192, 16384))
     record_property(
@@ -241,13 +243,33 @@ def test_twice_the_length_takes_twice_the_memory(name, record_property):
     assert long < 2.2 * short
 
 
-def test_the_program_does_not_grow_with_the_length():
+@pytest.mark.parametrize("name", ["causal", "streaming", "longformer"])
+def test_the_program_does_not_grow_with_the_length(name):
+    """Forward and backward: a loop over the table's lists, whose length is not the program's."""
+
     def lines(T):
         x = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32)
-        grad = jax.grad(lambda q: attend(q, q, q, Causal(), implementation="tiled").sum())
+        grad = jax.grad(lambda q: attend(q, q, q, LONG[name], implementation="tiled").sum())
         return len(jax.jit(grad).lower(x).as_text().splitlines())
 
     assert lines(2048) == lines(1 << 16)
+
+
+def test_keys_are_not_repeated_for_their_queries():
+    """Eight query heads of one key-value head: nothing as wide as a key has a row for each pair."""
+    q, k = array(2, 96, 8, 48), array(2, 384, 1, 48)
+    grad = jax.grad(lambda q, k: attend(q, k, k, Causal(), implementation="tiled").sum(), (0, 1))
+    shapes = re.findall(r"tensor<([\dx]+)x48xf32>", jax.jit(grad).lower(q, k).as_text())
+    rows = {math.prod(map(int, shape.split("x"))) for shape in shapes}
+    assert 2 * 384 in rows and max(rows) == 2 * 96 * 8 < 2 * 384 * 8
+
+
+def test_full_tiles_skip_the_mask_and_empty_ones_are_skipped():
+    """The pairs that count are those of the full tiles, though the mask hides each of them."""
+    q, k, v, do, dlse = random_inputs(1, 32, 32, 2, 1, 4, 3)
+    got = in_tiles(q, k, v, do, dlse, Lying(), (8, 8))
+    visible = visible_pairs(Lying.counted(8), 1, 32, 32)
+    assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse))
 
 
 def test_empty_tiles_are_not_visited(monkeypatch):
@@ -340,7 +362,7 @@ def test_the_lse_alone_has_a_gradient():
     assert_close(dk, exact.dk)
 
 
-@pytest.mark.parametrize("pairs", [1, 13 * 11 * 4 * 2, 1 << 18])
+@pytest.mark.parametrize("pairs", [13 * 11 * 4, 13 * 11 * 4 * 2, 1 << 18])
 def test_one_tile_is_the_tiles_whatever_its_pieces(monkeypatch, pairs: int):
     """One batch entry at a time, two of them, or all six."""
     q, k, v, do, dlse = random_inputs(6, 13, 11, 4, 2, 8, 5)
@@ -371,3 +393,15 @@ def test_one_tile_goes_through_the_batch_in_pieces(monkeypatch):
     scores = 4 * B * 2 * T * T
     assert temporaries(B * 2 * T * T) >= scores
     assert temporaries(2 * T * T) < scores
+
+
+def test_one_tile_of_many_heads_is_a_loop_over_them():
+    """However many heads: their scores would be 16 MiB a piece and more."""
+
+    def temporaries(N):
+        x = jax.ShapeDtypeStruct((1, 384, N, 8), jnp.float32)
+        forward = jax.jit(lambda q, k, v: attend(q, k, v, Full(), implementation="tiled"))
+        return forward.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert tiled._tile_sizes(Full(), 384, 384, 1) == (384, 384)
+    assert temporaries(32) < temporaries(1) + 32 * 384 * 384 * 4 / 4

@@ -35,10 +35,12 @@ _interpreter: contextvars.ContextVar = contextvars.ContextVar("tpu_interpreter",
 def interpreted(parameters: pltpu.InterpretParams | None = None):
     """Within it, the kernels run in the TPU interpreter on any machine: slow, for tests.
 
-    By default with race detection and two cores.
+    By default with two cores, and a race is an error.
     """
     if parameters is None:
-        parameters = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
+        parameters = pltpu.InterpretParams(
+            detect_races=True, on_race="raise", num_cores_or_threads=2
+        )
     token = _interpreter.set(parameters)
     try:
         yield
