@@ -104,6 +104,10 @@ class Usage:
     spilled_bytes: int
     shared_bytes: int
 
+    def most(self, other: Usage) -> Usage:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Usage(*map(max, pairs))
+
     def __str__(self):
         return (
             f"{self.registers} registers, {self.spilled_bytes} bytes spilled, "
@@ -153,7 +157,7 @@ def printed_by_compiler():
 
 
 def usage_by_kernel(text: str) -> dict[str, Usage]:
-    """Parses what the compiler has printed."""
+    """Parses what the compiler has printed; the most of each where a kernel is there twice."""
     assembled = re.findall(
         r"Function properties for (\w+)_mosaic_gpu_kernel\s+\d+ bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads\n.*?Used (\d+) registers",
@@ -165,11 +169,12 @@ def usage_by_kernel(text: str) -> dict[str, Usage]:
         text,
         re.DOTALL,
     )
-    shared = {kernel: int(size) for size, kernel in launches}
-    return {
-        kernel: Usage(int(registers), int(stores) + int(loads), shared[kernel])
-        for kernel, stores, loads, registers in assembled
-    }
+    usage = {}
+    for kernel, stores, loads, registers in assembled:
+        shared = max(int(size) for size, name in launches if name == kernel)
+        here = Usage(int(registers), int(stores) + int(loads), shared)
+        usage[kernel] = here.most(usage.get(kernel, here))
+    return usage
 
 
 def check(case: Case, name: str) -> str:
