@@ -25,8 +25,8 @@ BLOCK = CONSUMERS * ROWS  # rows of the tile of one thread block
 # A thread block has 64 Ki registers. wgmma and softmax need nearly all; copying needs few.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # The outcome of a comparison takes a register where it is used again. Masks of more than the first
-# number get narrower tiles for the gradient of q; up to the second, benchmarks/aot_gpu.py has seen
-# the compiler spill nothing.
+# number get narrower tiles for the gradient of q. At the second, and at the first where
+# ``gpu.cannot`` stops there, benchmarks/aot_gpu.py sees that the compiler spills nothing.
 FEW_COMPARISONS, MOST_COMPARISONS = 8, 40
 WGMMA = plgpu.Layout.WGMMA
 
