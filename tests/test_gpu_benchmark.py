@@ -97,3 +97,26 @@ def test_a_case_is_compiled_for_the_targets_that_it_needs():
     assert aot.needed(once, {"a": 1, "b": 2}) == ["b"]
     with pytest.raises(AssertionError, match="the targets are"):
         aot.needed(once, {"a": 1})
+
+
+# In a process of its own: the module sets variables of the environment that compilers read.
+TWICE = """
+from benchmarks import aot_gpu
+
+def report(spilled, shared):
+    return (
+        "ptxas info    : Function properties for forward_kernel_mosaic_gpu_kernel\\n"
+        f"    0 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\\n"
+        "ptxas info    : Used 168 registers, used 16 barriers\\n"
+        "  call void @mosaic_gpu_build_kernel_spec("
+        f"ptr %0, {'i32 1, ' * 9}i32 {shared}, i32 0, i32 4, ptr %1, ptr %2)\\n"
+        "  call void @forward_kernel_mosaic_gpu(ptr %0, ptr %1)\\n"
+    )
+
+print(aot_gpu.usage_by_kernel(report(8, 2048) + report(0, 4096))["forward_kernel"])
+"""
+
+
+def test_of_a_kernel_that_is_compiled_twice_the_worse_counts():
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
+    assert done.stdout == "168 registers, 16 bytes spilled, 4 KiB shared\n", done.stderr

@@ -76,6 +76,21 @@ class Run:
         assert {str(x.dtype) for x in (self.out, self.dq, self.dk, self.dv)} == {dtype}
 
 
+def by_reference(call: ops.Call, do, dlse) -> oracles.Result:
+    """What the specification says of the same arrays, for what float64 in ``oracles`` cannot."""
+    names = ["q_BTNH", "k_BSKH", "v_BSKE"] + ["sink_N"] * (call.sink_N is not None)
+
+    def outputs(*arrays):
+        return ops.IMPLEMENTATIONS["reference"].run(
+            dataclasses.replace(call, **dict(zip(names, arrays, strict=True)))
+        )
+
+    (out, lse), gradient = jax.vjp(outputs, *(getattr(call, name) for name in names))
+    return oracles.Result(
+        out, lse, *gradient((jnp.asarray(do, out.dtype), jnp.asarray(dlse, lse.dtype)))
+    )
+
+
 def random(rng: np.random.Generator, B, T, S, N, K, H, E, dtype="bfloat16"):
     """q, k, v and do, rounded to the dtype but held in float64."""
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, E), (B, T, N, E)
@@ -172,11 +187,28 @@ def test_longformer_with_sink_repetition_and_garbage():
             v_BSKE=jnp.where(hidden, -garbage, call.v_BSKE).astype(jnp.bfloat16),
         )
         assert dirty == clean
-    # A value that some rows do see is theirs alone.
-    run(v_BSKE=call.v_BSKE.at[0, 90, 0, 5].set(jnp.inf))
-    sick = np.isnan(np.asarray(run.out, np.float32)).all(-1)[0]
-    np.testing.assert_array_equal(sick, visible[0, :, 90, None].repeat(2, 1))
-    assert np.isfinite(np.asarray(run.out, np.float32)[0][~sick]).all()
+    # A value or a key that some rows do see is theirs alone, and a value is not in the lse.
+    for name in ("v_BSKE", "k_BSKH"):
+        dirty = {name: getattr(call, name).at[0, 90, 0, 5].set(jnp.inf)}
+        run(**dirty)
+        sick = np.isnan(np.asarray(run.out, np.float32)).all(-1)[0]
+        np.testing.assert_array_equal(sick, visible[0, :, 90, None].repeat(2, 1))
+        assert np.isnan(run.lse).any() == (name == "k_BSKH")
+        run.assert_equals(by_reference(dataclasses.replace(call, **dirty), do, dlse))
+
+
+def test_what_is_not_finite_is_not_hidden_where_all_is_seen():
+    """Whole tiles and no mask: batch 0 sees a key of −inf, which would get the weight 0."""
+    q, k, v, do = random(np.random.default_rng(1), 2, 128, 128, 1, 1, 64, 64)
+    dlse = np.random.default_rng(2).standard_normal((2, 1, 128))
+    k[0, 5, 0, 3], v[1, 9, 0, 2] = -np.inf, np.inf
+    call = call_of(q, k, v, Full())
+    run = Run(call, do, dlse)
+    assert np.isnan(np.asarray(run.out, np.float32)).all()
+    np.testing.assert_array_equal(np.isnan(run.lse).all((1, 2)), [True, False])
+    assert np.isfinite(run.lse[1]).all()
+    assert np.abs(np.asarray(run.dk[1], np.float32)).max() > 0.1
+    run.assert_equals(by_reference(call, do, dlse))
 
 
 def test_lists_hold_the_tables_tiles_longest_rows_first():

@@ -5,10 +5,9 @@ key and value tiles with TMA into a ring in shared memory, two consumer warpgrou
 wgmma and take turns at the softmax. Only the tiles of the table are visited, and the mask is
 evaluated on partial tiles alone.
 
-Two things are left to XLA before a kernel starts, both elementwise. Lengths are padded to whole
-tiles and widths to 64 or 128 columns. And 0 · NaN is NaN in a matrix product, so where a mask can
-hide keys, keys and values that are not finite are taken out, and their rows get a NaN key instead:
-who may see one gets NaN, who may not gets what the finite ones give.
+Two things are left to XLA around a kernel. Lengths are padded to whole tiles and widths to 64 or
+128 columns. And keys and values that are not finite are taken out, see ``finite``: who may see one
+gets NaN, who may not gets what the finite ones give.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attention.pallas import gpu_backward, gpu_forward
+from attention.pallas.finite import on_finite
 from attention.pallas.gpu_plan import (
     BLOCK,
     FEW_COMPARISONS,
@@ -142,10 +142,29 @@ def run_planned(call: Call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     q_BTNH = call.q_BTNH
     if call.scale <= 0:
         q_BTNH = q_BTNH * jnp.asarray(np.sign(call.scale), q_BTNH.dtype)
-    out_BTNE, lse_BNT = _attend(plan, q_BTNH, call.k_BSKH, call.v_BSKE)
-    if call.sink_N is None:
-        return out_BTNE, lse_BNT
-    return _with_sink(out_BTNE, lse_BNT, call.sink_N)
+
+    def attend(k_BSKH, v_BSKE):
+        out_BTNE, lse_BNT = _attend(plan, q_BTNH, k_BSKH, v_BSKE)
+        if call.sink_N is None:
+            return out_BTNE, lse_BNT
+        return _with_sink(out_BTNE, lse_BNT, call.sink_N)
+
+    def sees(marked_BSK2):
+        return _sees(plan, marked_BSK2, q_BTNH.shape[2])
+
+    return on_finite(attend, sees, call.k_BSKH, call.v_BSKE)
+
+
+def _sees(plan: Plan, marked_BSKM: jax.Array, num_heads: int) -> jax.Array:
+    """(B, T, N, M): which queries see a key with a mark, as the sign of their mean over marks."""
+    B, S, K, M = marked_BSKM.shape
+    q_BTKM, k_BSKM = (
+        jnp.zeros((B, length, K, M), jnp.bfloat16) for length in (plan.num_queries, S)
+    )
+    operands = map(_padded, (q_BTKM, k_BSKM, marked_BSKM.astype(jnp.bfloat16)))
+    share_BTKM, _ = gpu_forward.forward(plan, *operands)
+    seen_BTKM = share_BTKM[:, : plan.num_queries, :, :M] > 0
+    return jnp.repeat(seen_BTKM, num_heads // K, axis=2)
 
 
 def _with_sink(out_BTNE, lse_BNT, sink_N) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +179,6 @@ def _with_sink(out_BTNE, lse_BNT, sink_N) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, q_BTNH, k_BSKH, v_BSKE) -> tuple[jax.Array, jax.Array]:
     T, E = q_BTNH.shape[1], v_BSKE.shape[-1]
-    k_BSKH, v_BSKE = _isolated(plan, k_BSKH, v_BSKE, mark=jnp.nan)
     out, lse = gpu_forward.forward(plan, _padded(q_BTNH), _padded(k_BSKH), _padded(v_BSKE))
     return out[:, :T, :, :E], lse[:, :, :T]
 
@@ -173,8 +191,8 @@ def _attend_forward(plan, q_BTNH, k_BSKH, v_BSKE):
 def _attend_backward(plan, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKE, out_BTNE, lse_BNT = residuals
     dout_BTNE, dlse_BNT = cotangents
-    # Rows without a key, and those whose output is NaN, take part with zeros: whatever they hold
-    # reaches no gradient, as in the reference.
+    # Rows without a key take part with zeros: whatever they hold reaches no gradient, as in the
+    # reference. So do rows whose query is not finite, where the reference gives NaN.
     seen_BNT = jnp.isfinite(lse_BNT)
     seen_BTN1 = seen_BNT.swapaxes(1, 2)[..., None]
     q = jnp.where(seen_BTN1, q_BTNH, 0)
@@ -182,9 +200,8 @@ def _attend_backward(plan, residuals, cotangents):
     delta_BTN = (out_BTNE.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
     delta_BNT = delta_BTN.swapaxes(1, 2) - jnp.where(seen_BNT, dlse_BNT, 0)
     lse2_BNT = jnp.where(seen_BNT, lse_BNT, 0) * LOG2E
-    k, v = _isolated(plan, k_BSKH, v_BSKE, mark=0)
     numbers = [_to_multiple(x, 2, BLOCK) for x in (lse2_BNT, delta_BNT)]
-    operands = *map(_padded, (q, k, v, dout)), *numbers
+    operands = *map(_padded, (q, k_BSKH, v_BSKE, dout)), *numbers
     dq = gpu_backward.query_gradient(plan, *operands)
     dk, dv = gpu_backward.key_value_gradients(plan, *operands)
     return tuple(
@@ -194,17 +211,6 @@ def _attend_backward(plan, residuals, cotangents):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _isolated(plan: Plan, k_BSKH, v_BSKE, mark: float) -> tuple[jax.Array, jax.Array]:
-    """Keys and values with the rows that are not finite replaced: by ``mark`` in k, by 0 in v."""
-    if not plan.hides_keys:
-        return k_BSKH, v_BSKE
-    finite = jnp.isfinite(k_BSKH).all(-1, keepdims=True) & jnp.isfinite(v_BSKE).all(
-        -1, keepdims=True
-    )
-    mark = jnp.asarray(mark, k_BSKH.dtype)
-    return jnp.where(finite, k_BSKH, mark), jnp.where(finite, v_BSKE, 0)
 
 
 def _padded(x: jax.Array) -> jax.Array:

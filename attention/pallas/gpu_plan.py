@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from attention.masks import Mask
-from attention.masks.values import PARTIAL
 from attention.tile_table import TileList, TileTable, tile_table
 
 LOG2E = math.log2(math.e)
@@ -26,8 +25,8 @@ BLOCK = CONSUMERS * ROWS  # rows of the tile of one thread block
 # A thread block has 64 Ki registers. wgmma and softmax need nearly all; copying needs few.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 # The outcome of a comparison takes a register where it is used again. Masks of more than the first
-# number get narrower tiles for the gradient of q; up to the second, benchmarks/aot_gpu.py has seen
-# the compiler spill nothing.
+# number get narrower tiles for the gradient of q. At the second, and at the first where
+# ``gpu.cannot`` stops there, benchmarks/aot_gpu.py sees that the compiler spills nothing.
 FEW_COMPARISONS, MOST_COMPARISONS = 8, 40
 WGMMA = plgpu.Layout.WGMMA
 
@@ -58,11 +57,6 @@ class Plan:
 
     def table(self, q_tile: int, k_tile: int) -> TileTable:
         return tile_table(self.mask, self.num_queries, self.num_keys, q_tile, k_tile)
-
-    @property
-    def hides_keys(self) -> bool:
-        """Whether a hidden key can share a tile with one that is seen."""
-        return bool((self.table(BLOCK, BLOCK).kinds == PARTIAL).any())
 
     def allowed(self, q_start, k_start, shape: tuple[int, int], q_axis: int) -> jax.Array:
         """The mask on one tile; queries run along ``q_axis`` of ``shape``, keys along the other."""

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from attention.everywhere import everywhere
 from attention.pallas import tpu_calls
+from attention.pallas.finite import on_finite
 from attention.pallas.tpu_calls import Plan, Tile, choose_tile, folded_group
 from attention.pallas.tpu_kernels import Scores
 
@@ -109,19 +109,14 @@ def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     N = q.shape[2]
     sink_N = jnp.full(N, -jnp.inf) if call.sink_N is None else call.sink_N
     tags = _tags(call.q_segments, call.k_segments, q.shape[:2], k.shape[:2])
-    # 0 · inf is NaN: what is hidden must not enter a product at all.
-    finite_k_BSK = jnp.isfinite(k).all(-1)
-    finite_BSK = finite_k_BSK & jnp.isfinite(v).all(-1)
-    k, v = (jnp.where(finite_BSK[..., None], x, 0) for x in (k, v))
-    out, lse = _attention(plan, q, k, v, sink_N, tags)
-    # A value spoils the output alone, a key the log-sum-exp too.
-    sick_BTN2 = jax.lax.cond(
-        everywhere(finite_BSK),
-        lambda: jnp.zeros((*q.shape[:3], 2), bool),
-        lambda: _sees(plan, ~jnp.stack([finite_BSK, finite_k_BSK], -1), q.shape[1], tags),
-    )
-    out = jnp.where(sick_BTN2[..., :1], jnp.nan, out)
-    lse = jnp.where(sick_BTN2[..., 1].swapaxes(1, 2), jnp.nan, lse)
+
+    def attend(k_BSKH, v_BSKE):
+        return _attention(plan, q, k_BSKH, v_BSKE, sink_N, tags)
+
+    def sees(marked_BSK2):
+        return _sees(plan, marked_BSK2, q.shape[1], tags)
+
+    out, lse = on_finite(attend, sees, k, v)
     return out.astype(out_dtype), lse
 
 
