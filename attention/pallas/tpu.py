@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attention.pallas import tpu_calls
 from attention.pallas.finite import on_finite
 from attention.pallas.tpu_calls import Plan, Tile, choose_tile, folded_group
-from attention.pallas.tpu_kernels import Scores
+from attention.pallas.tpu_kernels import LOG2_E, Scores
 
 # Kinds of TPU on which the numbers were checked on the device itself, with the date of the check.
 CHECKED_DEVICES: dict[str, str] = {}
@@ -139,36 +139,36 @@ def _sees(plan: Plan, marked_BSKM: jax.Array, num_queries: int, tags) -> jax.Arr
     tile = choose_tile(num_queries, S, group=1, widest=M, item_size=4)
     alone = dataclasses.replace(plan, group=1, tile=tile)
     marks_BSKM, no_sink_K = marked_BSKM.astype(jnp.float32), jnp.full(K, -jnp.inf)
-    share_BTKM, _ = tpu_calls.forward(alone, q_BTK1, k_BSK1, marks_BSKM, no_sink_K, tags)
+    share_BTKM = tpu_calls.forward(alone, q_BTK1, k_BSK1, marks_BSKM, no_sink_K, tags)[0]
     return jnp.repeat(share_BTKM > 0, plan.group, axis=2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags):
-    return tpu_calls.forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)
+    return tpu_calls.forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)[:2]
 
 
 def _attention_forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags):
-    out_BTNE, lse_BNT = tpu_calls.forward(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)
-    saved = q_BTNH, k_BSKH, v_BSKE, sink_N, tags, out_BTNE, lse_BNT
-    return (out_BTNE, lse_BNT), saved
+    arguments = q_BTNH, k_BSKH, v_BSKE, sink_N, tags
+    out_BTNE, lse_BNT, *weights = tpu_calls.forward(plan, *arguments)
+    return (out_BTNE, lse_BNT), (arguments, out_BTNE, lse_BNT, weights)
 
 
 def _attention_backward(plan: Plan, saved, cotangents):
-    q_BTNH, k_BSKH, v_BSKE, sink_N, tags, out_BTNE, lse_BNT = saved
+    (q_BTNH, k_BSKH, v_BSKE, sink_N, tags), out_BTNE, lse_BNT, (base_BNT, share_BNT) = saved
     do_BTNE, dlse_BNT = cotangents
-    # A row without a key passes nothing on, whatever it holds: exp(s − inf) = 0, and 0 · 0.
+    # A row without a key passes nothing on, whatever it holds: its weights are 0, and 0 · 0.
     seen_BNT = lse_BNT != -jnp.inf
     seen_BTN1 = seen_BNT.transpose(0, 2, 1)[..., None]
     q_BTNH = jnp.where(seen_BTN1, q_BTNH, 0)
     do_BTNE = jnp.where(seen_BTN1, do_BTNE, 0)
-    lse_BNT = jnp.where(seen_BNT, lse_BNT, jnp.inf)
     products = do_BTNE.astype(jnp.float32) * out_BTNE.astype(jnp.float32)
     centre_BNT = products.sum(-1).transpose(0, 2, 1) - jnp.where(seen_BNT, dlse_BNT, 0)
     dq, dk, dv = tpu_calls.backward(
-        plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, lse_BNT, centre_BNT, tags
+        plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, base_BNT, share_BNT, centre_BNT, tags
     )
-    p_sink_BNT = jnp.exp(sink_N.astype(jnp.float32)[None, :, None] - lse_BNT)
+    sink_1N1 = sink_N.astype(jnp.float32)[None, :, None] * LOG2_E
+    p_sink_BNT = jnp.exp2(sink_1N1 - base_BNT) * share_BNT
     dsink_N = -(p_sink_BNT * centre_BNT).sum((0, 2)).astype(sink_N.dtype)
     return dq, dk, dv, dsink_N, None
 

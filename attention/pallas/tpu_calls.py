@@ -265,15 +265,18 @@ def _launch(kernel, plan: Plan, visits: Visits, operands, outputs, scratch, prod
     )(visits, *arrays)
 
 
-def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags) -> tuple[jax.Array, jax.Array]:
-    """out_BTNE in the dtype of v, and lse_BNT in float32."""
+def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags) -> tuple[jax.Array, ...]:
+    """out_BTNE in the dtype of v, and lse, base and share (B, N, T) in float32.
+
+    The weights of a row are exp2(score · log2 e − base) · share.
+    """
     layout = plan.layout
     at = _Blocks(layout, q_of="row", k_of="column")
     q, k, v = layout.queries(q_BTNH), layout.keys(k_BSKH), layout.keys(v_BSKE)
     rows, sinks = layout.row_data(tags), layout.sinks(sink_N)
     B, K, H, R = q.shape
     E = v.shape[3]
-    out, lse = _launch(
+    out, *statistics = _launch(
         tpu_kernels.forward,
         plan,
         plan.visits(),
@@ -286,21 +289,22 @@ def forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags) -> tuple[jax.Array
         ],
         [
             (jax.ShapeDtypeStruct((B, K, E, R), v.dtype), at.by_query(E)),
-            (jax.ShapeDtypeStruct((B, K, 1, R), jnp.float32), at.by_query(1)),
+            *[(jax.ShapeDtypeStruct((B, K, 1, R), jnp.float32), at.by_query(1))] * 3,
         ],
         scratch=[(1, layout.rows), (1, layout.rows), (E, layout.rows)],
         products=H + E,
     )
-    return layout.heads(out), layout.per_head(lse)
+    return layout.heads(out), *map(layout.per_head, statistics)
 
 
 def backward(
-    plan: Plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, lse_BNT, centre_BNT, tags
+    plan: Plan, q_BTNH, k_BSKH, v_BSKE, do_BTNE, base_BNT, share_BNT, centre_BNT, tags
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv from do, the log-sum-exp and centre = do·out − dlse."""
+    """dq, dk, dv from do, what makes the weights (see ``forward``) and centre = do·out − dlse."""
     layout = plan.layout
     q, k, v = layout.queries(q_BTNH), layout.keys(k_BSKH), layout.keys(v_BSKE)
-    do, lse, centre = layout.queries(do_BTNE), layout.per_row(lse_BNT), layout.per_row(centre_BNT)
+    do = layout.queries(do_BTNE)
+    base, share, centre = map(layout.per_row, (base_BNT, share_BNT, centre_BNT))
     rows = layout.row_data(tags)
     H, E, width = q.shape[2], v.shape[3], layout.tile.keys
 
@@ -311,7 +315,8 @@ def backward(
             (k, at.by_key(H)),
             (v, at.by_key(E)),
             (do, at.by_query(E)),
-            (lse, at.by_query(1)),
+            (base, at.by_query(1)),
+            (share, at.by_query(1)),
             (centre, at.by_query(1)),
         ]
 

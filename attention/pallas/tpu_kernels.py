@@ -116,9 +116,25 @@ def _on_tile(kind, segmented: bool, work) -> None:
 
 
 def forward(
-    scores: Scores, visits, rows, q_HR, k_CH, v_EC, sink_1R, out_ER, lse_1R, top_1R, sum_1R, acc_ER
+    scores: Scores,
+    visits,
+    rows,
+    q_HR,
+    k_CH,
+    v_EC,
+    sink_1R,
+    out_ER,
+    lse_1R,
+    base_1R,
+    share_1R,
+    top_1R,
+    sum_1R,
+    acc_ER,
 ):
-    """out = softmax(scale · q kᵀ) v and the log-sum-exp, by the online softmax over key tiles."""
+    """out = softmax(scale · q kᵀ) v and the log-sum-exp, by the online softmax over key tiles.
+
+    Base and share make the weights of the backward pass: exp2(s − base) · share, s in powers of 2.
+    """
     visit = pl.program_id(2)
 
     @pl.when(_opens(visits, visit))
@@ -153,17 +169,23 @@ def forward(
         total = jnp.where(seen, sum_1R[...] * shrink + jnp.exp2(sink - top), 1)
         out_ER[...] = (acc_ER[...] * (shrink / total)).astype(out_ER.dtype)
         lse_1R[...] = jnp.where(seen, (top + jnp.log2(total)) / LOG2_E, -jnp.inf)
+        # A row without a key has the weights exp2(s − inf) = 0.
+        base_1R[...] = jnp.where(seen, top, jnp.inf)
+        share_1R[...] = 1 / total
 
 
 def _weights_and_score_gradients(
-    scores: Scores, masked, k_tile, rows, q_HR, k_CH, v_CE, do_ER, lse_1R, centre_1R
+    scores: Scores, masked, k_tile, rows, q_HR, k_CH, v_CE, do_ER, base_1R, share_1R, centre_1R
 ) -> tuple[jax.Array, jax.Array]:
-    """p = exp(s − lse) and ds = p (do·v − centre), recomputed from the log-sum-exp."""
+    """p = exp2(s − base) · share and ds = p (do·v − centre).
+
+    Not exp(s − lse): at scores of 10,000 float32 steps by 1e-3, and so would the weights.
+    """
     s_CR = scores.transposed_CR(k_CH, q_HR)
     if masked:
         allowed_CR = scores.allowed_CR(rows, k_tile, s_CR.shape)
         s_CR = jnp.where(allowed_CR, s_CR, -jnp.inf)
-    p_CR = jnp.exp2(s_CR - lse_1R[...] * LOG2_E)
+    p_CR = jnp.exp2(s_CR - base_1R[...]) * share_1R[...]
     ds_CR = p_CR * (_dot(v_CE[...], do_ER[...], (1, 0)) - centre_1R[...])
     if masked:
         # The product with a hidden value can overflow, and 0 · inf is NaN.
@@ -179,7 +201,8 @@ def query_gradient(
     k_CH,
     v_CE,
     do_ER,
-    lse_1R,
+    base_1R,
+    share_1R,
     centre_1R,
     k_HC,
     dq_HR,
@@ -194,7 +217,17 @@ def query_gradient(
 
     def work(masked: bool):
         _, ds_CR = _weights_and_score_gradients(
-            scores, masked, visits.column[visit], rows, q_HR, k_CH, v_CE, do_ER, lse_1R, centre_1R
+            scores,
+            masked,
+            visits.column[visit],
+            rows,
+            q_HR,
+            k_CH,
+            v_CE,
+            do_ER,
+            base_1R,
+            share_1R,
+            centre_1R,
         )
         acc_HR[...] += _dot(k_HC[...], ds_CR.astype(k_HC.dtype), (1, 0))
 
@@ -213,7 +246,8 @@ def key_value_gradients(
     k_CH,
     v_CE,
     do_ER,
-    lse_1R,
+    base_1R,
+    share_1R,
     centre_1R,
     dk_CH,
     dv_CE,
@@ -230,7 +264,17 @@ def key_value_gradients(
 
     def work(masked: bool):
         p_CR, ds_CR = _weights_and_score_gradients(
-            scores, masked, visits.row[visit], rows, q_HR, k_CH, v_CE, do_ER, lse_1R, centre_1R
+            scores,
+            masked,
+            visits.row[visit],
+            rows,
+            q_HR,
+            k_CH,
+            v_CE,
+            do_ER,
+            base_1R,
+            share_1R,
+            centre_1R,
         )
         dv_acc_CE[...] += _dot(p_CR.astype(do_ER.dtype), do_ER[...], (1, 1))
         dk_acc_CH[...] += _dot(ds_CR.astype(q_HR.dtype), q_HR[...], (1, 1))
