@@ -45,9 +45,9 @@ def _products(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N, isolated: bool
     allowed_BST1 = jnp.broadcast_to(allowed_BTS, (B, T, S)).swapaxes(1, 2)[..., None]
     s_BSTN = s_BSM.reshape(B, S, T, N)
     most_BTN = jnp.where(allowed_BST1, s_BSTN, -jnp.inf).max(1)
-    # A row that sees nothing but −inf has no weight to give, as one that sees nothing.
-    seen_BTN = most_BTN != -jnp.inf
-    top_BTN = jnp.where(seen_BTN, most_BTN, 0)
+    seen_BTN = allowed_BST1.any(1)
+    # Also where a row sees scores of −inf alone: its sum is 0, and its output NaN.
+    top_BTN = jnp.where(most_BTN == -jnp.inf, 0, most_BTN)
     if sink_N is not None:
         sink_N = sink_N.astype(dtype)[None, None]
         top_BTN = jnp.maximum(top_BTN, sink_N)

@@ -70,10 +70,11 @@ def _inputs(plan: Plan, q_BTNH, k_BSKH, v_BSKE, q_segments, k_segments):
     return q, k, v, segments, finite_k_BSK, finite_k_BSK & jnp.isfinite(v).all(-1)
 
 
-def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, nobody_BTN):
-    """The rows that see a key that is not finite, and those that see a key or value that is not.
+def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, bad_BTN):
+    """The rows that see a key that is not finite, and those whose output is not.
 
-    Free while all are finite.
+    These see a key or a value that is not finite, or any key at all with a query that is bad. Free
+    while all are finite.
     """
     B, _, K = finite_BSK.shape
     tiles = plan.table.by_query
@@ -82,18 +83,22 @@ def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, nobody_BTN):
         z, i = n // tiles.num_rows, n % tiles.num_rows
         head = Head(plan, z // K, z % K)
 
+        bad_Y1 = head.rows(bad_BTN, i)[:, None]
+
         def step(j, seen_Y, masked):
             pairs = head.allowed(segments, i, j, q_axis=0)
+            bad_k_1X, bad_1X = (~head.keys(x, j)[None] for x in (finite_k_BSK, finite_BSK))
             return tuple(
-                seen | (pairs & ~head.keys(finite, j)[None]).any(1)
-                for seen, finite in zip(seen_Y, (finite_k_BSK, finite_BSK), strict=True)
+                seen | (pairs & bad).any(1)
+                for seen, bad in zip(seen_Y, (bad_k_1X, bad_1X | bad_Y1), strict=True)
             )
 
         seen_Y = plan.over_entries(tiles, i, step, (jnp.zeros(plan.rows, bool),) * 2)
         return tuple(head.with_rows(x, i, y) for x, y in zip(seen, seen_Y, strict=True))
 
+    nobody_BTN = jnp.zeros_like(bad_BTN)
     return lax.cond(
-        everywhere(finite_BSK),
+        everywhere(finite_BSK) & everywhere(~bad_BTN),
         lambda seen: seen,
         lambda seen: lax.fori_loop(0, B * K * tiles.num_rows, row, seen),
         (nobody_BTN, nobody_BTN),
@@ -110,14 +115,18 @@ def _forward(plan: Plan, q_BTNH, k_BSKH, v_BSKE, sink_N, q_segments, k_segments)
     dtype = _product_dtype(q_BTNH, k_BSKH, v_BSKE)
     q, k, v, segments, *finite = _inputs(plan, *arguments[:3], *arguments[4:])
     finite_BSK = finite[1]
-    B, padded_T, N = q.shape[:3]
     k, v = (
         in_tiles(jnp.where(finite_BSK[..., None], x, 0).astype(dtype), plan.k_tile) for x in (k, v)
     )
     forward = _one_tile_forward if one_tile.fits(plan, k.shape[1]) else _forward_by_tiles
     out_BTNE, lse_BTN, base_BTN, share_BTN = forward(plan, q, k, v, sink_N, segments, v_BSKE.dtype)
-    nobody_BTN = jnp.zeros((B, padded_T, N), bool)
-    bad_key_BTN, bad_BTN = _sees_bad(plan, segments, *finite, nobody_BTN)
+    # Scores that are all −inf, as an infinite query may have, look like those of no key.
+    bad_query_BTN = lax.cond(
+        everywhere(lse_BTN != -jnp.inf),
+        lambda: jnp.zeros(lse_BTN.shape, bool),
+        lambda: (lse_BTN == -jnp.inf) & ~jnp.isfinite(q).all(-1),
+    )
+    bad_key_BTN, bad_BTN = _sees_bad(plan, segments, *finite, bad_query_BTN)
     kept = arguments, out_BTNE, lse_BTN, base_BTN, share_BTN, bad_key_BTN, bad_BTN
     out_BTNE = jnp.where(bad_BTN[..., None], jnp.nan, out_BTNE)[:, : plan.num_queries]
     lse_BTN = jnp.where(bad_key_BTN, jnp.nan, lse_BTN)[:, : plan.num_queries]

@@ -143,7 +143,7 @@ def run_planned(call: Call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     if call.scale <= 0:
         q_BTNH = q_BTNH * jnp.asarray(np.sign(call.scale), q_BTNH.dtype)
 
-    def attend(k_BSKH, v_BSKE):
+    def attend(q_BTNH, k_BSKH, v_BSKE):
         out_BTNE, lse_BNT = _attend(plan, q_BTNH, k_BSKH, v_BSKE)
         if call.sink_N is None:
             return out_BTNE, lse_BNT
@@ -152,7 +152,7 @@ def run_planned(call: Call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     def sees(marked_BSK2):
         return _sees(plan, marked_BSK2, q_BTNH.shape[2])
 
-    return on_finite(attend, sees, call.k_BSKH, call.v_BSKE)
+    return on_finite(attend, sees, q_BTNH, call.k_BSKH, call.v_BSKE)
 
 
 def _sees(plan: Plan, marked_BSKM: jax.Array, num_heads: int) -> jax.Array:
@@ -192,7 +192,7 @@ def _attend_backward(plan, residuals, cotangents):
     q_BTNH, k_BSKH, v_BSKE, out_BTNE, lse_BNT = residuals
     dout_BTNE, dlse_BNT = cotangents
     # Rows without a key take part with zeros: whatever they hold reaches no gradient, as in the
-    # reference. So do rows whose query is not finite, where the reference gives NaN.
+    # reference.
     seen_BNT = jnp.isfinite(lse_BNT)
     seen_BTN1 = seen_BNT.swapaxes(1, 2)[..., None]
     q = jnp.where(seen_BTN1, q_BTNH, 0)

@@ -110,13 +110,13 @@ def run_planned(call, plan: Plan) -> tuple[jax.Array, jax.Array]:
     sink_N = jnp.full(N, -jnp.inf) if call.sink_N is None else call.sink_N
     tags = _tags(call.q_segments, call.k_segments, q.shape[:2], k.shape[:2])
 
-    def attend(k_BSKH, v_BSKE):
-        return _attention(plan, q, k_BSKH, v_BSKE, sink_N, tags)
+    def attend(q_BTNH, k_BSKH, v_BSKE):
+        return _attention(plan, q_BTNH, k_BSKH, v_BSKE, sink_N, tags)
 
     def sees(marked_BSK2):
         return _sees(plan, marked_BSK2, q.shape[1], tags)
 
-    out, lse = on_finite(attend, sees, k, v)
+    out, lse = on_finite(attend, sees, q, k, v)
     return out.astype(out_dtype), lse
 
 
