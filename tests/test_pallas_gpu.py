@@ -161,6 +161,22 @@ def test_equals_float64(name: str):
 
 
 @pytest.mark.interpreted
+def test_scores_of_ten_thousand_leave_gradients_within_what_is_said():
+    """Of both signs, exact in float32, and a few apart, so that many keys have a weight."""
+    rng = np.random.default_rng(0)
+    _, _, v, do = random(rng, 1, 128, 128, 1, 1, 64, 64, "float16")
+    q, k = (rng.integers(-4, 5, (1, 128, 1, 64)) / 4 for _ in range(2))
+    q[..., 9:] = 0
+    q[..., 0], k[..., 0] = 100, 100
+    q[:, ::2, :, 0] = -100
+    dlse = rng.standard_normal((1, 1, 128)).astype(np.float32)
+    visible = visible_pairs(lambda i, j: j == j, 1, 128, 128)
+    right = oracles.attention(q, k, v, visible, do=do, dlse=dlse, scale=1.0)
+    assert right.lse.max() > 1e4 and right.lse.min() < -9900
+    Run(call_of(q, k, v, Full(), dtype="float16", scale=1.0), do, dlse).assert_equals(right)
+
+
+@pytest.mark.interpreted
 def test_longformer_with_sink_repetition_and_garbage():
     """Grouped heads and 96 × 160; equal inputs give equal bits; what is hidden reaches nothing."""
     T, S, mask = 96, 160, (Window(40, ahead=39) | Global(3)) & (First(150) | Causal())
