@@ -24,6 +24,12 @@ TOLERANCE = {
     "float16": {"out": 5e-4, "lse": 1e-5, "dq": 1.5e-3, "dk": 1.5e-3, "dv": 1.5e-3},
     "float32": dict.fromkeys(NAMES, 1e-5),
 }
+# By the precision of products. The default of a card has 11 bits, as float16 has: rounding the
+# inputs to them moves the output by 5e-4, lse by 2e-5; what is multiplied again is rounded again.
+N3_TOLERANCE = {
+    "highest": TOLERANCE["float32"] | {"out": 5e-6},
+    "default": dict.fromkeys(NAMES, 2e-3) | {"lse": 1e-4},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +124,9 @@ def results(q, k, v, do, dlse, *, mask: Mask, implementation: str):
     return *outputs, *backward((do, dlse))
 
 
-def compare(arrays, mask: Mask, implementation: str, repetitions: int) -> Outcome:
+def compare(
+    arrays, mask: Mask, implementation: str, repetitions: int, tolerance: dict[str, float]
+) -> Outcome:
     """Runs ``attend`` on arrays of one dtype and compares with float64."""
     run = functools.partial(results, *arrays, mask=mask, implementation=implementation)
     got = [np.asarray(x) for x in run()]
@@ -136,7 +144,7 @@ def compare(arrays, mask: Mask, implementation: str, repetitions: int) -> Outcom
         difference = np.abs(actual[finite] - expected[finite]).max(initial=0) / size
         same_infinities = np.array_equal(actual[~finite], expected[~finite])
         errors[name] = float(difference) if same_infinities else float("inf")
-    return Outcome(errors, equal_bits, TOLERANCE[str(got[0].dtype)])
+    return Outcome(errors, equal_bits, tolerance)
 
 
 def check(case: Case, implementation: str, repetitions: int = 20) -> Outcome:
@@ -145,7 +153,8 @@ def check(case: Case, implementation: str, repetitions: int = 20) -> Outcome:
     shapes += [(case.B, case.S, case.K, case.E), (case.B, case.T, case.N, case.E)]
     arrays = [jnp.asarray(rng.standard_normal(shape), case.dtype) for shape in shapes]
     dlse = jnp.asarray(rng.standard_normal((case.B, case.N, case.T)), jnp.float32)
-    return compare([*arrays, dlse], case.mask, implementation, repetitions)
+    tolerance = TOLERANCE[case.dtype]
+    return compare([*arrays, dlse], case.mask, implementation, repetitions, tolerance)
 
 
 def float32_products(precision: str) -> Outcome:
@@ -156,5 +165,6 @@ def float32_products(precision: str) -> Outcome:
 
     arrays = [wave(0.7, 0.0), wave(1.3, 0.5), wave(2.1, 1.0), wave(0.9, 0.3)]
     arrays = [x.astype(jnp.float32) for x in arrays]
+    arrays.append(jnp.zeros((1, 1, 256)))
     with jax.default_matmul_precision(precision):
-        return compare([*arrays, jnp.zeros((1, 1, 256))], Causal(), "reference", 1)
+        return compare(arrays, Causal(), "reference", 20, N3_TOLERANCE[precision])

@@ -1,8 +1,8 @@
 """PyTorch's attention on the same card; runs in an interpreter that has torch and nothing of ours.
 
-Reads a JSON list of cases from standard input and prints one JSON object a line:
-{"case": name, "peer": "SDPA" or "FlexAttention", "forward": seconds, "both": seconds}, or "error"
-instead of the times.
+Reads a JSON list of cases from standard input and prints one JSON object a line, {"torch": version}
+and then {"case": name, "peer": "SDPA" or "FlexAttention", "forward": seconds, "both": seconds}, or
+"error" instead of the times.
 """
 
 import json
@@ -81,6 +81,7 @@ def measure(case, peer) -> dict:
 
 
 def main():
+    print(json.dumps({"torch": torch.__version__}), flush=True)
     for case in json.load(sys.stdin):
         for name, peer in (("SDPA", sdpa), ("FlexAttention", flex)):
             try:

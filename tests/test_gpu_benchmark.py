@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from attention.masks import Causal
-from benchmarks import aot, gpu, gpu_checks
+from benchmarks import aot, gpu, gpu_checks, gpu_report
 
 FEW = ("seven", "full, odd lengths", "streaming, rows without a key")
 
@@ -19,12 +19,12 @@ def few_cases(monkeypatch):
 def test_the_dry_run_passes_and_measures_nothing(few_cases, capsys):
     assert gpu.dry_run() == 0
     printed = capsys.readouterr().out
-    for name in (*FEW, "float32, precision 'highest'"):
+    for name in (*FEW, "N3, the reference in float32, precision 'highest'"):
         assert f"  {name}: ok: out " in printed
     rows = [line for line in printed.splitlines() if line.startswith("| ")]
     for case in gpu.CASES:
         row = next(row for row in rows if row.startswith(f"| {case.name} |"))
-        assert row.count(gpu.NOT_MEASURED) == 6
+        assert row.count(gpu_report.NOT_MEASURED) == 6
 
 
 @pytest.mark.parametrize("wrong", gpu_checks.NAMES)
@@ -42,12 +42,34 @@ def test_a_wrong_result_is_found(few_cases, monkeypatch, wrong):
     assert not gpu.check_numbers("reference", {"seven": case}, repetitions=1)
 
 
-def test_the_table_compares_with_the_targets_peer():
-    case = gpu.CASES[0]
-    times = {gpu.OURS: gpu.Times(2e-3, 8e-3), gpu.CUDNN: gpu.Times(1.9e-3, 7e-3)}
-    assert "| 0.95 / 0.88 ✓ |" in gpu.row(case, times)
-    times[gpu.CUDNN] = gpu.Times(1.9e-3, 6e-3)
-    assert "| 0.95 / 0.75 ✗ |" in gpu.row(case, times)
+@pytest.mark.parametrize("wrong", gpu_checks.NAMES)
+def test_float32_on_the_card_is_gated_by_every_result(monkeypatch, capsys, wrong):
+    """Case N3: the bound of the output is tighter than the tests', 5e-6."""
+    assert gpu.check_float32()
+    right = gpu_checks.float64_attention
+
+    def shifted(*arguments):
+        results = right(*arguments)
+        return results | {wrong: results[wrong] + (7e-6 if wrong == "out" else 1e-4)}
+
+    monkeypatch.setattr(gpu_checks, "float64_attention", shifted)
+    assert not gpu.check_float32()
+    assert "precision 'highest': WRONG" in capsys.readouterr().out
+
+
+def test_repetitions_that_give_other_bits_fail(monkeypatch):
+    right, calls = gpu_checks.results, []
+
+    def drifting(*arguments, **options):
+        calls.append(1)
+        *others, dv = right(*arguments, **options)
+        return *others, dv + 1e-7 * (len(calls) == 3)
+
+    monkeypatch.setattr(gpu_checks, "results", drifting)
+    case = gpu_checks.Case(Causal(), T=7, S=7, dtype="float32")
+    outcome = gpu_checks.check(case, "reference", repetitions=3)
+    assert not outcome.passed and str(outcome).endswith("repetition gives other bits")
+    assert max(outcome.errors.values()) < 1e-5 and len(calls) == 3
 
 
 def _raise(message):

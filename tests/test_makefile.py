@@ -260,6 +260,18 @@ def test_make_bench_runs_the_short_forms(machine: Machine, arguments: list[str],
     )
 
 
+@pytest.mark.parametrize("broken", ["", "aot_tpu", "aot_gpu"])
+def test_make_test_aot_runs_both_parts_and_fails_at_the_end(machine: Machine, broken: str):
+    script = f'#!{SH}\necho "$*" >>"$LOG"\n[ "$2" != benchmarks.{broken} ]\n'
+    machine.add("python3", fake_python())
+    machine.add("aot_python", script)
+    done = machine.run(MAKE, "test-aot", f"AOT_PYTHON={machine.bin / 'aot_python'}")
+    ran = machine.log.read_text().splitlines()
+    assert ran[-2:] == ["-m benchmarks.aot_tpu", "-m benchmarks.aot_gpu"]
+    assert (done.returncode != 0) == bool(broken)
+    assert (f"test-aot FAILED: {broken}\n" in done.stderr) == bool(broken)
+
+
 def test_make_sets_up_first(machine: Machine):
     machine.add("python3", fake_python())
     machine.make("train")

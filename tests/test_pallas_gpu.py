@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from attention import ops
-from attention.masks import Causal, First, Full, Global, Window
+from attention.masks import EMPTY, FULL, PARTIAL, Causal, First, Full, Global, Mask, Window
 from attention.pallas import gpu, gpu_plan
 from attention.reference import Dropout
 from attention.tile_table import tile_table
@@ -161,6 +161,22 @@ def test_equals_float64(name: str):
 
 
 @pytest.mark.interpreted
+def test_scores_of_ten_thousand_leave_gradients_within_what_is_said():
+    """Of both signs, exact in float32, and a few apart, so that many keys have a weight."""
+    rng = np.random.default_rng(0)
+    _, _, v, do = random(rng, 1, 128, 128, 1, 1, 64, 64, "float16")
+    q, k = (rng.integers(-4, 5, (1, 128, 1, 64)) / 4 for _ in range(2))
+    q[..., 9:] = 0
+    q[..., 0], k[..., 0] = 100, 100
+    q[:, ::2, :, 0] = -100
+    dlse = rng.standard_normal((1, 1, 128)).astype(np.float32)
+    visible = visible_pairs(lambda i, j: j == j, 1, 128, 128)
+    right = oracles.attention(q, k, v, visible, do=do, dlse=dlse, scale=1.0)
+    assert right.lse.max() > 1e4 and right.lse.min() < -9900
+    Run(call_of(q, k, v, Full(), dtype="float16", scale=1.0), do, dlse).assert_equals(right)
+
+
+@pytest.mark.interpreted
 def test_longformer_with_sink_repetition_and_garbage():
     """Grouped heads and 96 × 160; equal inputs give equal bits; what is hidden reaches nothing."""
     T, S, mask = 96, 160, (Window(40, ahead=39) | Global(3)) & (First(150) | Causal())
@@ -211,6 +227,28 @@ def test_what_is_not_finite_is_not_hidden_where_all_is_seen():
     run.assert_equals(by_reference(call, do, dlse))
 
 
+@dataclasses.dataclass(frozen=True)
+class Denied(Mask):
+    """Says FULL of a tile of which its formula, causal, hides all, and EMPTY where it shows all."""
+
+    def __call__(self, q_index, k_index):
+        return q_index >= k_index
+
+    def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
+        early_q, early_k = q_hi <= 128, k_hi <= 128
+        return np.where(early_q == early_k, PARTIAL, np.where(early_q, FULL, EMPTY))
+
+
+def test_only_the_tables_tiles_are_visited_and_full_ones_without_the_mask():
+    """All three kernels: what they make of a table that its mask denies is the table's."""
+    q, k, v, do = random(np.random.default_rng(3), 1, 256, 256, 1, 1, 64, 64)
+    dlse = np.random.default_rng(4).standard_normal((1, 1, 256))
+    i, j = np.arange(256)[:, None], np.arange(256)
+    visible = (j <= i) & ((i < 128) | (j >= 128)) | (i < 128) & (j >= 128)
+    run = Run(call_of(q, k, v, Denied()), do, dlse)
+    run.assert_equals(oracles.attention(q, k, v, visible[None], do=do, dlse=dlse))
+
+
 def test_lists_hold_the_tables_tiles_longest_rows_first():
     table = tile_table(Window(200) | First(3), 900, 900, 128, 128)
     for tiles, kinds in ((table.by_query, table.kinds), (table.by_key, table.kinds.T)):
@@ -237,11 +275,11 @@ def small(dtype="bfloat16", H=64, E=64, **options) -> ops.Call:
         ({"dtype": "float32"}, "float32"),
         ({"H": 192}, "192"),
         ({"E": 129}, "129"),
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 0.1}, "dropout is not supported: the kernels draw no random numbers"),
         ({"q_index": 8}, "positions"),
         ({"k_index": 8}, "positions"),
-        ({"q_segments": 8}, "segments"),
-        ({"k_segments": 8}, "segments"),
+        ({"q_segments": 8}, "segments are not supported: the kernels load"),
+        ({"k_segments": 8}, "segments are not supported: the kernels load"),
     ],
 )
 def test_refusals_name_their_reason(options: dict, reason: str):

@@ -87,9 +87,9 @@ def _beyond_the_kernels(call: Call) -> str | None:
     if call.q_index is not None or call.k_index is not None:
         return "positions are given as arrays, so the tile table cannot be built before tracing"
     if call.q_segments is not None or call.k_segments is not None:
-        return "segments are not supported"
+        return "segments are not supported: the kernels load positions, not numbers of documents"
     if call.dropout is not None:
-        return "dropout is not supported"
+        return "dropout is not supported: the kernels draw no random numbers"
     # As the compiler reports, see benchmarks/aot_gpu.py: it spills where queries and keys are not
     # at the same positions, beside two gradients of 128 columns.
     shifted = call.q_BTNH.shape[1] != call.k_BSKH.shape[1] and min(widths) > 64

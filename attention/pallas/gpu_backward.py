@@ -4,6 +4,10 @@ Both recompute the weights from the log-sum-exp, p = exp2(s · c − lse), and n
 that equal inputs give equal bits:
 
   dp = do · vᵀ, ds = p · (dp − delta), dq = scale · ds · k, dk = scale · dsᵀ · q, dv = pᵀ · do
+
+float32 rounds s · c, the log-sum-exp and its multiple of log2(e), each by up to 6e-8 of itself, so
+that p is off by up to 2e-7 · |s|. At scores of ±10,000 gradients are within 1.5e-3 of the largest
+one, the bound for float16 at any scores: the interpreter gives 1e-3 there, and 4e-4 at ±5.
 """
 
 from __future__ import annotations

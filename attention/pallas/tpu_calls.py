@@ -33,8 +33,8 @@ def choose_tile(num_queries: int, num_keys: int, group: int, widest: int, item_s
 
     Key tiles are read once per query tile, so many rows keep the kernel from waiting for memory:
     v6e does about 560 operations in the time in which it reads a byte, and a row of bfloat16 does
-    one operation per byte. A compiler's report of the memory it takes is in
-    ``benchmarks/aot_tpu.py``; which tile is fastest has not been measured on a device.
+    one operation per byte. ``benchmarks/aot_tpu.py`` prints the memory that the compiler
+    takes for it; which tile is fastest has not been measured on a device.
 
     Args:
       group: G as the kernels see it, see ``folded_group``.
