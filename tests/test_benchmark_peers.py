@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import errno
 import json
 import stat
 import sys
@@ -46,6 +47,19 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys):
     assert "error: --out=" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_cache")
+def test_a_folder_that_takes_no_file_is_refused(tmp_path: Path, monkeypatch, capsys):
+    """Before anything is measured: the user who runs the tests may write everywhere."""
+
+    def refused(dir):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(options.tempfile, "TemporaryFile", refused)
+    assert options.run(never, argparse.Namespace(torch_python=None, out=tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --out={tmp_path}: no report can be written there (Permission")
+
+
 def peer_that(folder: Path, *answers: str, dies: str = "") -> str:
     """A program that gives these answers to the requests it reads, and then ends."""
     script = folder / "python"
@@ -65,8 +79,48 @@ def test_peer_answers_in_turn(tmp_path: Path):
         assert torch.seconds("some", "forward") == 0.5
         with pytest.raises(peers.PeerError, match="cannot"):
             torch.ask(prepare="some")
-        with pytest.raises(peers.PeerError, match="does not run torch: out of memory"):
+        with pytest.raises(
+            peers.PeerError, match=r"^PyTorch stopped in the middle: out of memory$"
+        ):
             torch.ask(prepare="some")
+
+
+def said_at_the_start(python: Path | str) -> str:
+    with pytest.raises(peers.PeerError) as caught, peers.torch_peer(str(python)):
+        pass
+    return str(caught.value)
+
+
+def test_a_file_that_is_no_program_is_no_peer(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_bytes(b"\x00\x01 no program")
+    python.chmod(0o755)
+    said = said_at_the_start(python)
+    assert said == f"--torch_python={python} is no program that runs here: Exec format error"
+
+
+@pytest.mark.parametrize("answer", ["benchmarks/torch_peer", "3", '{"version": "1.0"}'])
+def test_a_program_that_answers_otherwise_is_no_peer(tmp_path: Path, answer: str):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    said = said_at_the_start(python)
+    assert said.startswith(f"--torch_python={python} does not run torch: it answers ")
+    assert ("\n" not in said and "version" in said) or answer in said
+
+
+@pytest.mark.parametrize("half", ["", '{"secon'])
+def test_a_peer_that_is_killed_says_by_what(tmp_path: Path, half: str):
+    python = tmp_path / "python"
+    hello = json.dumps({"version": "1.0", "threads": 2})
+    python.write_text(
+        f"#!/bin/sh\necho '{hello}'\nread request\nprintf '%s' '{half}'\nkill -9 $$\n"
+    )
+    python.chmod(0o755)
+    with peers.torch_peer(str(python)) as torch:
+        for _ in range(2):
+            with pytest.raises(peers.PeerError, match=r"^PyTorch stopped .*: killed by SIGKILL$"):
+                torch.seconds("some", "forward")
 
 
 def test_without_an_interpreter_there_is_no_peer():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import timing
+from benchmarks import peers, timing
 from benchmarks.cases import DENSE, VARIANTS, program
 
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -58,6 +58,24 @@ def test_programs_take_turns():
     samples = timing.in_turns({name: recorded(name) for name in "abc"}, 3)
     assert "".join(order) == "abccbaabc"
     assert samples == {"a": [1.0, 6.0, 7.0], "b": [2.0, 5.0, 8.0], "c": [3.0, 4.0, 9.0]}
+
+
+def test_a_peer_that_fails_in_its_turn_costs_only_its_own_samples():
+    answers = iter([1.0, 2.0])
+
+    def dies():
+        try:
+            return next(answers)
+        except StopIteration:
+            raise peers.PeerError("killed") from None
+
+    programs = {"ours": lambda: 0.5, "dies": dies, "other": lambda: 0.25}
+    errors = {}
+    samples = timing.in_turns(programs, 4, errors)
+    assert samples == {"ours": [0.5] * 4, "other": [0.25] * 4}
+    assert errors == {"dies": "killed"}
+    with pytest.raises(peers.PeerError, match="killed"):
+        timing.in_turns(programs, 1)
 
 
 def test_calls_fill_a_turn():
