@@ -13,6 +13,7 @@ import jax
 
 from analysis.figures import new_figure
 from analysis.plots import COLOURS, STYLES
+from benchmarks.timing import Estimate
 from training.run_folder import write_json
 
 MARKERS = "os^Dv<>*"
@@ -66,8 +67,11 @@ def items(lines: Iterable[object]) -> str:
 
 
 def missing(errors: Mapping[str, str]) -> list[str]:
-    """A section on what could not be measured and why, where there is such."""
-    lines = items(f"{what}: {why}" for what, why in errors.items())
+    """A section on what was not measured and why, each reason once, where there is such."""
+    by_reason: dict[str, list[str]] = {}
+    for what, why in errors.items():
+        by_reason.setdefault(why, []).append(what)
+    lines = items(f"{'; '.join(whats)}: {why}" for why, whats in by_reason.items())
     return [f"Not measured:\n\n{lines}"] if errors else []
 
 
@@ -84,12 +88,12 @@ def write(
     name: str,
     sections: Sequence[str],
     samples: Iterable[Mapping],
-    verdicts: Iterable[Verdict] = (),
+    decided: Iterable[Verdict | Goal],
 ) -> None:
-    """Writes ``<name>.md``, ``.csv`` and ``.json`` (the verdicts), and prints the first."""
+    """Writes ``<name>.md``, ``.csv`` and ``.json`` (what was decided), and prints the first."""
     path = folder / f"{name}.md"
     path.write_text("\n\n".join(sections) + "\n")
-    write_json(folder / f"{name}.json", [dataclasses.asdict(verdict) for verdict in verdicts])
+    write_json(folder / f"{name}.json", [dataclasses.asdict(one) for one in decided])
     samples = list(samples)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(samples[0]) if samples else ["seconds"])
@@ -131,6 +135,24 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel(ylabel)
     figure.legend(*_entries(grid), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def bars(estimates: Mapping[str, Estimate], path: Path, xlabel: str) -> None:
+    """A bar for each name, as long as its median, with its quartiles; the first one is on top."""
+    figure = new_figure(7.0, 1.0 + 0.45 * len(estimates))
+    axes = figure.subplots()
+    medians = [estimate.median for estimate in estimates.values()]
+    spread = [
+        [estimate.median - estimate.low for estimate in estimates.values()],
+        [estimate.high - estimate.median for estimate in estimates.values()],
+    ]
+    drawn = axes.barh(list(estimates), medians, xerr=spread, color=COLOURS[0], capsize=3)
+    axes.bar_label(drawn, fmt="%.1f", padding=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(xlabel)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

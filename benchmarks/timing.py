@@ -120,6 +120,9 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 
 
 def peak_bytes(compiled) -> int:
-    """Temporaries and outputs of a compiled program, as the compiler has laid them out."""
+    """Temporaries and outputs of a compiled program, as the compiler has laid them out.
+
+    Outputs that are written over donated arguments take nothing.
+    """
     memory = compiled.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

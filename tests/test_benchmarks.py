@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, decode, report, train_step
+from benchmarks import attention, decode, report, timing, train_step
 
 
 def test_a_verdict_names_row_and_word():
@@ -64,3 +64,15 @@ def test_help_shows_the_commands(module, capsys):
     with pytest.raises(SystemExit):
         module.parse(["--help"])
     assert f"python -m {module.__name__} --short" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named_once_for_each_reason():
+    assert report.missing({}) == []
+    section = report.missing({"a": "too long", "b": "not the same", "c": "too long"})
+    assert section == ["Not measured:\n\n- a; c: too long\n- b: not the same"]
+
+
+def test_bars_are_drawn(tmp_path: Path):
+    estimates = {"ours": timing.Estimate(2.0, 1.0, 4.0), "theirs": timing.Estimate(3.0, 3.0, 3.0)}
+    report.bars(estimates, tmp_path / "some.png", "milliseconds")
+    assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
