@@ -14,7 +14,7 @@ from pathlib import Path
 
 # PyTorch's workers look for more work for some milliseconds, on the cores that ours takes next.
 REST_SECONDS = 0.02
-WITHOUT = "PyTorch not measured: --torch_python=PATH names an interpreter that has it"
+WITHOUT = "no PyTorch: --torch_python=PATH names an interpreter that has it"
 
 
 class PeerError(RuntimeError):

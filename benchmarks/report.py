@@ -17,6 +17,8 @@ from benchmarks.timing import Estimate
 from training.run_folder import write_json
 
 MARKERS = "os^Dv<>*"
+# Of what was claimed; None: it was not measured, or what was measured is too uncertain.
+WORDS = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT DECIDED"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Verdict:
     Attributes:
       row: its number.
       claim: in short.
-      confirmed: None where it could not be measured.
+      confirmed: None where it could not be decided.
       figures: what was measured, or why it was not.
     """
 
@@ -36,8 +38,7 @@ class Verdict:
     figures: str
 
     def __str__(self):
-        word = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT MEASURED"}[self.confirmed]
-        return f"row {self.row} {word}: {self.claim} — {self.figures}"
+        return f"row {self.row} {WORDS[self.confirmed]}: {self.claim} — {self.figures}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from benchmarks import attention, decode, report, timing, train_step
 
 
 def test_a_verdict_names_row_and_word():
-    for confirmed, word in ((True, "CONFIRMED"), (False, "NOT CONFIRMED"), (None, "NOT MEASURED")):
+    for confirmed, word in ((True, "CONFIRMED"), (False, "NOT CONFIRMED"), (None, "NOT DECIDED")):
         line = str(report.Verdict("21", "time grows", confirmed, "T^2.00"))
         assert line == f"row 21 {word}: time grows — T^2.00"
 
