@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_rows
-from benchmarks.cases import DENSE, JAX_NN, OURS, SDPA, VARIANTS, program
+from benchmarks import attention, attention_rows, peers
+from benchmarks.cases import DENSE, FLEX, JAX_NN, OURS, PROGRAMS, SDPA, VARIANTS, program
 
 LENGTHS = (1024, 2048, 4096, 8192)
 
@@ -125,5 +125,101 @@ def test_tables_have_a_row_for_each_measurement():
 
 def test_peers_that_were_not_asked_for_are_not_measured():
     assert attention.parse([]).peers == ["dense", "jax.nn"]
-    names = [key[1] for key in attention.ours_and_jax("causal", 16, ["dense"], {})]
-    assert names == ["ours", "ours", "dense", "dense"]
+    options = ["--variants=causal", "--lengths=16", "--repeats=1"]
+    measured = attention.measure(attention.parse([*options, "--peers=dense"]), None)
+    assert {key[1] for key in measured.seconds} == {OURS, DENSE}
+    assert measured.seconds.keys() == measured.peaks.keys()
+    # PyTorch's rows say so themselves.
+    assert {key[1] for key in measured.errors} == {SDPA, FLEX}
+    assert "| causal, SDPA | 16 | not measured |  |  | not measured |" in attention.table(measured)
+
+
+class FakeTorch:
+    """Does every forward pass, and the first three passes with gradients."""
+
+    def __init__(self):
+        self.turns, self.dropped = 0, []
+
+    def ask(self, **request):
+        self.dropped += [request["drop"]] if "drop" in request else []
+        return {"bytes": 2**20}
+
+    def seconds(self, name, what, calls=1):
+        self.turns += what == "both"
+        if what == "both" and self.turns > 3:
+            raise peers.PeerError("cannot")
+        return 0.25
+
+
+def nothing_is_run(monkeypatch):
+    monkeypatch.setattr(
+        attention,
+        "ours_and_jax",
+        lambda variant, T, names, peaks: {
+            (variant, name, T, what): lambda: 0.5 for name in names for what in PROGRAMS
+        },
+    )
+
+
+def test_what_is_left_out_is_said_with_its_reason(monkeypatch):
+    nothing_is_run(monkeypatch)
+    options = ["--variants=causal,additive,linear", "--lengths=1024,4096,8192", "--repeats=1"]
+    measured = attention.measure(attention.parse(options), FakeTorch())
+    lacks = attention.lacking(measured.errors)
+    assert (
+        lacks["causal, dense, T = 8,192"] == "its scores take gigabytes; measured up to T = 4,096"
+    )
+    assert "longest length" in lacks["causal, FlexAttention, T = 4,096"]
+    assert lacks["additive, ours, T = 8,192"] == "takes seconds a call; measured up to T = 1,024"
+    assert "additive, ours, T = 1,024" not in lacks
+    assert not any(what.startswith(("linear", "causal, ours", "causal, jax")) for what in lacks)
+    short = attention.measure(attention.parse(["--short", *options]), FakeTorch())
+    for T in ("1,024", "4,096", "8,192"):
+        said = attention.lacking(short.errors)[f"causal, FlexAttention, T = {T}"]
+        assert "not measured in the short form" in said
+
+
+def test_all_that_was_asked_for_may_be_left_out():
+    arguments = attention.parse(["--variants=additive", "--lengths=4096"])
+    measured = attention.measure(arguments, None)
+    assert measured.seconds == {}
+    assert "| additive, ours | 4,096 | not measured |" in attention.table(measured)
+
+
+def test_a_peer_that_fails_keeps_what_was_measured(monkeypatch):
+    nothing_is_run(monkeypatch)
+    arguments = attention.parse(["--variants=causal", "--lengths=16,32", "--repeats=2"])
+    torch = FakeTorch()
+    measured = attention.measure(arguments, torch)
+    assert measured.seconds["causal", OURS, 32, "both"] == [0.5, 0.5]
+    # At 16 it warms up and takes two turns; at 32 there is no more of it with gradients.
+    assert measured.seconds["causal", SDPA, 16, "both"] == [0.25, 0.25]
+    assert measured.seconds["causal", SDPA, 32, "forward"] == [0.25, 0.25]
+    lacks = attention.lacking(measured.errors)
+    assert lacks["causal, SDPA, T = 32, both"] == "cannot"
+    assert "causal, SDPA, T = 16, both" not in lacks
+    assert torch.dropped[:2] == ["causal, SDPA, T = 16, forward", "causal, SDPA, T = 16, both"]
+
+
+def test_times_on_both_sides_of_a_bound_decide_nothing():
+    measured = growing()
+    for many, confirmed in (([1.4, 1.45, 1.49], True), ([1.4, 1.55, 1.6], None),
+                            ([1.52, 1.6, 1.7], False)):  # fmt: skip
+        changed = dict(measured.seconds)
+        changed["causal", OURS, 8192, "both"] = many
+        changed["one_head", OURS, 8192, "both"] = [1.0] * 3
+        assert words(attention_rows.Measured(changed, measured.peaks))["13"] is confirmed
+
+
+def test_each_implementation_names_its_own_lengths():
+    measured = growing()
+    short = {k: v for k, v in measured.seconds.items() if k[1] != DENSE or k[2] <= 2048}
+    (square,) = (
+        verdict
+        for verdict in attention_rows.verdicts(attention_rows.Measured(short, measured.peaks))
+        if verdict.row == "21"
+    )
+    assert square.figures == (
+        "time ~ dense T^2.00 from T = 1,024 to 2,048 (from 1,024 on T^2.00), "
+        "tiled T^2.00 from T = 4,096 to 8,192 (from 1,024 on T^2.00)"
+    )
