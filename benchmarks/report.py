@@ -16,6 +16,9 @@ from analysis.plots import COLOURS, STYLES
 from benchmarks.timing import Estimate
 from training.run_folder import write_json
 
+CPUINFO = Path("/proc/cpuinfo")
+# Flags there of instructions that decide which of two libraries is faster.
+WIDE = {"avx512f": "AVX-512", "amx_bf16": "AMX bfloat16"}
 MARKERS = "os^Dv<>*"
 # Of what was claimed; None: it was not measured, or what was measured is too uncertain.
 WORDS = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT DECIDED"}
@@ -81,7 +84,28 @@ def machine(torch: str) -> str:
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kind = f"{cores} CPU cores" if device.platform == "cpu" else device.device_kind
-    return f"{kind} ({platform.machine()}), jax {jax.__version__}; {torch}"
+    about = ", ".join([platform.machine(), *processor(CPUINFO)])
+    return f"{kind} ({about}), jax {jax.__version__}; {torch}"
+
+
+def processor(path: Path) -> list[str]:
+    """Its model, and whether it has the wide instructions of ``WIDE``; nothing where unknown.
+
+    Args:
+      path: a file like Linux's /proc/cpuinfo.
+    """
+    if not path.exists():
+        return []
+    fields = {}
+    for line in path.read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    said = [fields["model name"]] if "model name" in fields else []
+    if "flags" in fields:
+        has = fields["flags"].split()
+        said += [name if flag in has else f"no {name}" for flag, name in WIDE.items()]
+    return said
 
 
 def write(

@@ -76,3 +76,22 @@ def test_bars_are_drawn(tmp_path: Path):
     estimates = {"ours": timing.Estimate(2.0, 1.0, 4.0), "theirs": timing.Estimate(3.0, 3.0, 3.0)}
     report.bars(estimates, tmp_path / "some.png", "milliseconds")
     assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nflags\t\t: fpu avx512f avx2\n\n"
+            "processor\t: 1\nmodel name\t: Other\nflags\t\t: fpu\n",
+            ["Some CPU @ 2 GHz", "AVX-512", "no AMX bfloat16"],
+        ),
+        ("model name: B\nflags: amx_bf16\n", ["B", "no AVX-512", "AMX bfloat16"]),
+        ("processor: 0\nFeatures: fp asimd\n", []),
+    ],
+)
+def test_a_processor_is_named_with_its_wide_instructions(tmp_path: Path, text, said):
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    assert report.processor(path) == said
+    assert report.processor(tmp_path / "none") == []
