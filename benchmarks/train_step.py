@@ -141,11 +141,11 @@ def steps_beside_torch(
         (OURS, dtype): mine.seconds for dtype, mine in ours.items()
     }
     peaks = {(OURS, dtype): mine.peak for dtype, mine in ours.items()}
-    errors = dict(left_out)
     asked = [(name, dtype) for name in (EAGER, COMPILED) for dtype in DTYPES]
+    errors = dict.fromkeys(asked, peers.WITHOUT) if torch is None else dict(left_out)
     with tempfile.TemporaryDirectory() as folder:
         request = for_torch(runs["float32"], Path(folder) / "model.npz", BATCHES)
-        for key in [key for key in asked if torch is not None and key not in left_out]:
+        for key in [key for key in asked if key not in errors]:
             (name, dtype), label = key, " ".join(key)
             rtol = 1e-4 if dtype == "float32" else 1e-2
             try:

@@ -138,3 +138,14 @@ def test_the_peer_needs_nothing_of_ours():
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.partition(".")[0] in allowed | sys.stdlib_module_names, path.name
+
+
+def test_the_cores_rest_after_a_timed_answer_and_no_other(tmp_path: Path, monkeypatch):
+    rests = []
+    python = peer_that(tmp_path, '{"bytes": 8}', '{"seconds": 0.5}')
+    with peers.torch_peer(python) as torch:
+        monkeypatch.setattr(peers.time, "sleep", rests.append)
+        torch.ask(peak="some", what="forward")
+        assert rests == []
+        torch.seconds("some", "forward")
+    assert rests == [peers.REST_SECONDS]

@@ -130,6 +130,9 @@ def test_what_is_left_out_is_not_prepared_and_says_why():
     measured = train_step.steps_beside_torch(torch, 1, left_out)
     assert ("PyTorch compiled float32", "float32") not in torch.prepared
     assert measured.errors["PyTorch compiled", "float32"] == "for a reason"
+    alone = train_step.steps_beside_torch(None, 1, left_out)
+    assert {name for name, _ in alone.seconds} == {"ours"}
+    assert set(alone.errors.values()) == {peers.WITHOUT} and len(alone.errors) == 4
 
 
 def test_a_start_that_fails_says_what_it_said(tmp_path: Path, monkeypatch):

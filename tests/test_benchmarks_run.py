@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, decode, options, peers, train_step
+from benchmarks import attention, decode, decode_model, options, peers, train_step
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +45,12 @@ def torch_python() -> str:
 
 
 @pytest.fixture
+def one_layer(monkeypatch):
+    """What is compiled for every variant and length."""
+    monkeypatch.setitem(decode_model.SHAPE, "model.num_layers", 1)
+
+
+@pytest.fixture
 def small_steps(monkeypatch):
     small = functools.partial(train_step.options_of, train__batch_size=2, train__log_every=5)
     monkeypatch.setattr(train_step, "options_of", small)
@@ -72,6 +78,7 @@ def test_attention(run):
         f"FlexAttention, T = 32: {peers.WITHOUT}" in said  # fmt: skip
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_decode(run):
     said, samples, decided = run(decode, "--lengths=16,32", "--repeats=2")
     assert {s["implementation"] for s in samples} == {"ours"}
@@ -98,6 +105,7 @@ def test_train_step(run):
     assert "start to first step: " in said and "with a warm one" in said
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_decoding_in_torch_writes_our_tokens(run, torch_python: str):
     said, samples, _ = run(
         decode, "--variants=gqa", "--lengths=8", "--repeats=1", f"--torch_python={torch_python}"
