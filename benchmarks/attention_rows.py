@@ -119,13 +119,14 @@ def _stored(measured: Measured) -> tuple[bool, str]:
 def _flash(measured: Measured) -> tuple[bool, str]:
     power, time = measured.peak_exponent("causal", OURS), measured.final_exponent("causal")
     T = max(measured.lengths("causal", DENSE, "both"))
+    *_, start, end = measured.lengths("causal", OURS, "both")
     faster = measured.speed_up("causal", DENSE, T, "both")
     right = _within(power, LINE) and _within(time, SQUARE) and faster >= SEVERAL
     return right, (
         f"tiles take {measured.peaks['causal', OURS, T, 'both'] / 2**20:,.0f} MiB at T = {T:,} "
         f"against {measured.peaks['causal', DENSE, T, 'both'] / 2**20:,.0f} dense; bytes ~ "
-        f"T^{power:.2f}, time ~ T^{time:.2f} in the last doubling, {faster:.1f} times as fast as "
-        "dense"
+        f"T^{power:.2f}, time ~ T^{time:.2f} from T = {start:,} to {end:,}, at T = {T:,} "
+        f"{faster:.1f} times as fast as dense"
     )
 
 
