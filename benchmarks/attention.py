@@ -2,18 +2,21 @@
 
     python -m benchmarks.attention --torch_python=PATH     all variants at 1,024 … 8,192 tokens
     python -m benchmarks.attention --variants=causal,window --lengths=8192
-    python -m benchmarks.attention --short                 a few variants at up to 4,096
+    python -m benchmarks.attention --short                 a few variants at up to 4,096, and no
+                                                           FlexAttention
     python -m benchmarks.attention --peers=dense           without jax.nn
 
 Batch 1, 4 heads of 64 (or as the variant says), float32. "both" is forward with all gradients.
-Peers: the dense reference, jax.nn.dot_product_attention, PyTorch's SDPA and FlexAttention. SDPA
-has no other mask than causal but a T × T array; FlexAttention is measured at the longest length.
+Peers: the dense reference, jax.nn.dot_product_attention, PyTorch's SDPA and FlexAttention, the
+last one at the longest length only. Peak bytes are those of temporaries and outputs: as the
+compiler has laid them out, and for PyTorch as its process grows in a call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
@@ -26,16 +29,22 @@ LENGTHS, REPEATS = [1024, 2048, 4096, 8192], 5
 SHORT_VARIANTS, SHORT_LENGTHS, SHORT_REPEATS = (
     ["causal", "window", "longformer", "one_head", "linear", "additive"], [1024, 2048, 4096], 3
 )  # fmt: skip
+# Said beside the times.
+NOTE = (
+    "To SDPA any mask but the causal one is a T × T array, ready before it is timed, and to jax.nn "
+    "every mask is, made in every call: for a window both do T² work."
+)
 # Dense scores of 4 heads are 1 GiB at 8,192 tokens, and its gradients hold several of them.
 LONGEST_DENSE = 4096
 # Short calls are repeated until a turn takes so many seconds.
 TURN_SECONDS = 0.05
+TORCH = SDPA, FLEX
 
 Key = tuple[str, str, int, str]
 
 
 def ours_and_jax(
-    variant: str, T: int, beside: Sequence[str], peaks: dict[Key, int]
+    variant: str, T: int, names: Sequence[str], peaks: dict[Key, int]
 ) -> dict[Key, Callable[[], float]]:
     """Timed programs in this process; fills in their peak bytes."""
     case, programs = VARIANTS[variant], {}
@@ -44,10 +53,9 @@ def ours_and_jax(
         jax.random.normal(key, shape.shape, shape.dtype)
         for key, shape in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
     ]
-    for name, attention in case.implementations().items():
+    for name in names:
         for what in PROGRAMS:
-            if name not in (OURS, *beside) or (name == DENSE and T > LONGEST_DENSE):
-                continue
+            attention = case.implementations()[name]
             compiled = program(attention, what).lower(*shapes).compile()
             peaks[variant, name, T, what] = peak_bytes(compiled)
             calls = calls_for(_warm_seconds(compiled, arrays), TURN_SECONDS)
@@ -64,19 +72,17 @@ def _warm_seconds(compiled, arrays) -> float:
 
 def in_torch(
     torch: peers.Torch,
-    names: Iterable[str],
     variant: str,
     T: int,
+    names: Iterable[str],
     peaks: dict[Key, int],
-    errors: dict[str, str],
+    errors: dict[Key, str],
 ) -> dict[Key, Callable[[], float]]:
     """Timed programs in PyTorch; fills in their peak bytes, and why there are none."""
-    if VARIANTS[variant].torch_mask is None:
-        return {}
     programs = {}
     for name in names:
         for what in PROGRAMS:
-            label = f"{variant}, {name}, {T:,}, {what}"
+            label = _label(variant, name, T, what)
             try:
                 torch.ask(
                     prepare=label, peer=name, programs=[what], **VARIANTS[variant].for_torch(T)
@@ -84,7 +90,7 @@ def in_torch(
                 grown = torch.ask(peak=label, what=what)["bytes"]
                 seconds = torch.seconds(label, what)
             except peers.PeerError as error:
-                errors[f"{variant}, {name}, {what}"] = str(error)
+                errors[variant, name, T, what] = str(error)
                 continue
             if grown is not None:
                 peaks[variant, name, T, what] = grown
@@ -95,41 +101,74 @@ def in_torch(
     return programs
 
 
-def measure(
-    variants: Iterable[str],
-    lengths: Sequence[int],
-    beside: Sequence[str],
-    repeats: int,
-    torch: peers.Torch | None,
-) -> tuple[Measured, dict[str, str]]:
+def _label(*key) -> str:
+    variant, name, T, what = key
+    return f"{variant}, {name}, T = {T:,}, {what}"
+
+
+def left_out(variant: str, name: str, T: int, arguments, torch: peers.Torch | None) -> str | None:
+    """Why it is not measured; None where it is."""
+    longest = VARIANTS[variant].longest
+    if longest is not None and longest < T:
+        return f"takes seconds a call; measured up to T = {longest:,}"
+    if name == DENSE and T > LONGEST_DENSE:
+        return f"its scores take gigabytes; measured up to T = {LONGEST_DENSE:,}"
+    if name in TORCH and torch is None:
+        return peers.WITHOUT
+    if name == FLEX and arguments.short:
+        return "not measured in the short form: it compiles for a good part of a minute"
+    if name == FLEX and max(arguments.lengths) > T:
+        return "compiles for a good part of a minute; measured at the longest length only"
+    return None
+
+
+def measure(arguments, torch: peers.Torch | None) -> Measured:
     """Everything, and why what is missing is missing."""
     seconds, peaks, errors = {}, {}, {}
-    for T in lengths:
-        for variant in variants:
-            if (VARIANTS[variant].longest or T) < T:
+    for T in arguments.lengths:
+        for variant in arguments.variants:
+            case = VARIANTS[variant]
+            names = [n for n in case.implementations() if n in (OURS, *arguments.peers)]
+            names += TORCH if case.torch_mask else ()
+            reasons = {n: left_out(variant, n, T, arguments, torch) for n in names}
+            errors |= {
+                (variant, name, T, what): why
+                for name, why in reasons.items()
+                if why is not None
+                for what in PROGRAMS
+            }
+            names = [name for name in names if reasons[name] is None]
+            if not names:
                 continue
             print(f"{variant}, T = {T:,}", file=sys.stderr, flush=True)
-            programs = ours_and_jax(variant, T, beside, peaks)
-            if torch is not None:
-                # FlexAttention compiles for a good part of a minute, at every length anew.
-                names = (SDPA, FLEX) if max(lengths) == T else (SDPA,)
-                programs |= in_torch(torch, names, variant, T, peaks, errors)
-            seconds |= in_turns(programs, repeats)
-            for _, name, _, what in programs:
-                if name in (SDPA, FLEX):
-                    torch.ask(drop=f"{variant}, {name}, {T:,}, {what}")
-    return Measured(seconds, peaks), errors
+            programs = ours_and_jax(variant, T, [n for n in names if n not in TORCH], peaks)
+            asked = in_torch(torch, variant, T, [n for n in names if n in TORCH], peaks, errors)
+            seconds |= in_turns(programs | asked, repeats=arguments.repeats, errors=errors)
+            # What a peer cannot even drop has ended, and every later request says so.
+            with contextlib.suppress(peers.PeerError):
+                for key in asked:
+                    torch.ask(drop=_label(*key))
+    return Measured(seconds, peaks, errors)
+
+
+def lacking(errors: Mapping[Key, str]) -> dict[str, str]:
+    """What is not measured → why; a program is named where that is not so of all."""
+    result = {}
+    for (variant, name, T, what), why in errors.items():
+        every = all(errors.get((variant, name, T, other)) == why for other in PROGRAMS)
+        result[f"{variant}, {name}, T = {T:,}" if every else _label(variant, name, T, what)] = why
+    return result
 
 
 def table(measured: Measured) -> str:
     """A row for each variant, implementation and length."""
     rows = []
-    for variant, name, T in dict.fromkeys(key[:3] for key in measured.seconds):
+    for variant, name, T in dict.fromkeys(k[:3] for k in [*measured.seconds, *measured.errors]):
         cells = [f"{variant}, {name}", f"{T:,}"]
         for what in PROGRAMS:
             key = variant, name, T, what
             if key not in measured.seconds:
-                cells += ["", "", ""]
+                cells += ["not measured", "", ""]
                 continue
             theirs, mine = measured.seconds[key], measured.seconds[variant, OURS, T, what]
             times = Estimate.of([1e3 * x for x in theirs])
@@ -180,17 +219,16 @@ def _milliseconds(value: float) -> str:
 
 def main(arguments, torch: peers.Torch | None) -> None:
     """Measures, prints and writes the report."""
-    measured, errors = measure(
-        arguments.variants, arguments.lengths, arguments.peers, arguments.repeats, torch
-    )
+    measured = measure(arguments, torch)
     decided = verdicts(measured)
     sections = [
         "# Attention",
         report.machine(str(torch or peers.WITHOUT)),
         table(measured),
+        NOTE,
         exponents(measured),
         report.items([*decided, *goals(measured)]),
-        *report.missing(errors),
+        *report.missing(lacking(measured.errors)),
     ]
     rows = [
         dict(zip(("variant", "implementation", "T", "program"), key, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -109,8 +110,14 @@ def run(main: Callable[[argparse.Namespace, peers.Torch | None], None], argument
     """Runs a benchmark beside PyTorch where it was asked for; the exit code."""
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
+        # The report is written after minutes of measuring: that it can be is to be known now.
+        tempfile.TemporaryFile(dir=arguments.out).close()
     except OSError as error:
-        print(f"error: --out={arguments.out}: {error.strerror}", file=sys.stderr)
+        print(
+            f"error: --out={arguments.out}: no report can be written there ({error.strerror}); "
+            "name a folder of yours",
+            file=sys.stderr,
+        )
         return 2
     enable_compilation_cache()
     try:

@@ -13,9 +13,15 @@ import jax
 
 from analysis.figures import new_figure
 from analysis.plots import COLOURS, STYLES
+from benchmarks.timing import Estimate
 from training.run_folder import write_json
 
+CPUINFO = Path("/proc/cpuinfo")
+# Flags there of instructions that decide which of two libraries is faster.
+WIDE = {"avx512f": "AVX-512", "amx_bf16": "AMX bfloat16"}
 MARKERS = "os^Dv<>*"
+# Of what was claimed; None: it was not measured, or what was measured is too uncertain.
+WORDS = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT DECIDED"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Verdict:
     Attributes:
       row: its number.
       claim: in short.
-      confirmed: None where it could not be measured.
+      confirmed: None where it could not be decided.
       figures: what was measured, or why it was not.
     """
 
@@ -35,8 +41,7 @@ class Verdict:
     figures: str
 
     def __str__(self):
-        word = {True: "CONFIRMED", False: "NOT CONFIRMED", None: "NOT MEASURED"}[self.confirmed]
-        return f"row {self.row} {word}: {self.claim} — {self.figures}"
+        return f"row {self.row} {WORDS[self.confirmed]}: {self.claim} — {self.figures}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +71,11 @@ def items(lines: Iterable[object]) -> str:
 
 
 def missing(errors: Mapping[str, str]) -> list[str]:
-    """A section on what could not be measured and why, where there is such."""
-    lines = items(f"{what}: {why}" for what, why in errors.items())
+    """A section on what was not measured and why, each reason once, where there is such."""
+    by_reason: dict[str, list[str]] = {}
+    for what, why in errors.items():
+        by_reason.setdefault(why, []).append(what)
+    lines = items(f"{'; '.join(whats)}: {why}" for why, whats in by_reason.items())
     return [f"Not measured:\n\n{lines}"] if errors else []
 
 
@@ -76,7 +84,28 @@ def machine(torch: str) -> str:
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     kind = f"{cores} CPU cores" if device.platform == "cpu" else device.device_kind
-    return f"{kind} ({platform.machine()}), jax {jax.__version__}; {torch}"
+    about = ", ".join([platform.machine(), *processor(CPUINFO)])
+    return f"{kind} ({about}), jax {jax.__version__}; {torch}"
+
+
+def processor(path: Path) -> list[str]:
+    """Its model, and whether it has the wide instructions of ``WIDE``; nothing where unknown.
+
+    Args:
+      path: a file like Linux's /proc/cpuinfo.
+    """
+    if not path.exists():
+        return []
+    fields = {}
+    for line in path.read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    said = [fields["model name"]] if "model name" in fields else []
+    if "flags" in fields:
+        has = fields["flags"].split()
+        said += [name if flag in has else f"no {name}" for flag, name in WIDE.items()]
+    return said
 
 
 def write(
@@ -84,12 +113,12 @@ def write(
     name: str,
     sections: Sequence[str],
     samples: Iterable[Mapping],
-    verdicts: Iterable[Verdict] = (),
+    decided: Iterable[Verdict | Goal],
 ) -> None:
-    """Writes ``<name>.md``, ``.csv`` and ``.json`` (the verdicts), and prints the first."""
+    """Writes ``<name>.md``, ``.csv`` and ``.json`` (what was decided), and prints the first."""
     path = folder / f"{name}.md"
     path.write_text("\n\n".join(sections) + "\n")
-    write_json(folder / f"{name}.json", [dataclasses.asdict(verdict) for verdict in verdicts])
+    write_json(folder / f"{name}.json", [dataclasses.asdict(one) for one in decided])
     samples = list(samples)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(samples[0]) if samples else ["seconds"])
@@ -131,6 +160,24 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel(ylabel)
     figure.legend(*_entries(grid), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def bars(estimates: Mapping[str, Estimate], path: Path, xlabel: str) -> None:
+    """A bar for each name, as long as its median, with its quartiles; the first one is on top."""
+    figure = new_figure(7.0, 1.0 + 0.45 * len(estimates))
+    axes = figure.subplots()
+    medians = [estimate.median for estimate in estimates.values()]
+    spread = [
+        [estimate.median - estimate.low for estimate in estimates.values()],
+        [estimate.high - estimate.median for estimate in estimates.values()],
+    ]
+    drawn = axes.barh(list(estimates), medians, xerr=spread, color=COLOURS[0], capsize=3)
+    axes.bar_label(drawn, fmt="%.1f", padding=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(xlabel)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

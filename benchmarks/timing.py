@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
+from benchmarks.peers import PeerError
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -47,17 +49,34 @@ def ratio(peer: Sequence[float], ours: Sequence[float]) -> Estimate:
 
 
 def in_turns[Key](
-    programs: Mapping[Key, Callable[[], float]], repeats: int
+    programs: Mapping[Key, Callable[[], float]],
+    repeats: int,
+    errors: dict[Key, str] | None = None,
 ) -> dict[Key, list[float]]:
     """Samples of every program, which returns its own seconds, in ``repeats`` rounds.
 
     All take part in every round, so that a slow minute of the machine is slow for all; every
     second round runs backwards, so that nobody always follows the same neighbour.
+
+    Args:
+      programs: by name.
+      repeats: rounds.
+      errors: is told why a program has no samples that failed in one of its turns.
+
+    Raises:
+      PeerError: a program failed, and there are no ``errors`` to tell.
     """
     samples = {key: [] for key in programs}
     for turn in range(repeats):
-        for key in list(programs)[:: -1 if turn % 2 else 1]:
-            samples[key].append(programs[key]())
+        for key in list(samples)[:: -1 if turn % 2 else 1]:
+            try:
+                samples[key].append(programs[key]())
+            except PeerError as error:
+                if errors is None:
+                    raise
+                # Ratios pair the turns of two programs, so some turns of one are of no use.
+                del samples[key]
+                errors[key] = str(error)
     return samples
 
 
@@ -101,6 +120,9 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 
 
 def peak_bytes(compiled) -> int:
-    """Temporaries and outputs of a compiled program, as the compiler has laid them out."""
+    """Temporaries and outputs of a compiled program, as the compiler has laid them out.
+
+    Outputs that are written over donated arguments take nothing.
+    """
     memory = compiled.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -132,7 +133,13 @@ def load_config(holder: flags.FlagHolder) -> tuple[str, dict]:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between processes, where the user has not chosen a place already."""
+    """Keeps compiled programs between processes.
+
+    The user's own place and threshold, of JAX_COMPILATION_CACHE_DIR and
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, stay as they are.
+    """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    # Unlike the place it is never None, so only the environment tells whether somebody chose it.
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

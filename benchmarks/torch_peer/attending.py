@@ -13,14 +13,19 @@ MASKS = {
 
 
 def sdpa(case):
-    """Skips the upper half where the mask is causal; any other mask is a T × T array."""
+    """Skips the upper half where the mask is causal; any other mask is a T × T array.
+
+    The array is what is added to the scores: one of True and False would be made into it by every
+    call.
+    """
     options = {"enable_gqa": case["N"] != case["K"]}
     if case["mask"] == "causal":
         options["is_causal"] = True
     else:
         index = torch.arange(case["T"])
         allowed = MASKS[case["mask"]](case)(0, 0, index[:, None], index[None])
-        options["attn_mask"] = allowed
+        zeros = torch.zeros(allowed.shape, dtype=getattr(torch, case["dtype"]))
+        options["attn_mask"] = zeros.masked_fill_(~allowed, -torch.inf)
     return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 

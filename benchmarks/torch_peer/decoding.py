@@ -26,7 +26,8 @@ def decode(request):
     def step(token_B1, position):
         return model.decode(token_B1, position, caches)[:, -1].argmax(-1, keepdim=True)
 
-    step = torch.compile(step) if request["compile"] else step
+    # Every length is compiled for itself: sizes that are not known cost speed.
+    step = torch.compile(step, dynamic=False) if request["compile"] else step
 
     def tokens():
         token_B1, ids = torch.ones(batch, 1, dtype=torch.int64), []

@@ -25,7 +25,9 @@ class Attention(nn.Module):
         super().__init__()
         q_DNH, k_DKH, v_DKH = (params[f"heads/w_{x}"] for x in ("q_DNH", "k_DKH", "v_DKH"))
         self.heads, self.kv_heads, self.width = q_DNH.shape[1], k_DKH.shape[1], q_DNH.shape[2]
-        self.w_qkv = nn.Parameter(torch.cat([w.flatten(1) for w in (q_DNH, k_DKH, v_DKH)], 1).T)
+        self.w_qkv = nn.Parameter(
+            torch.cat([w.flatten(1) for w in (q_DNH, k_DKH, v_DKH)], 1).T.contiguous()
+        )
         self.w_o = nn.Parameter(params["w_o_NHD"].flatten(0, 1).T.contiguous())
 
     def heads_of(self, x_BTD, cos, sin):
@@ -45,14 +47,13 @@ class Attention(nn.Module):
         )
         return functional.linear(out.transpose(1, 2).flatten(2), self.w_o)
 
-    def decode(self, x_B1D, cos, sin, position, keys, values):
+    def decode(self, x_B1D, cos, sin, position, mask_1S, keys, values):
         """One token against a static cache (B, K, S, H), which it enters at its position."""
         q, k, v = self.heads_of(x_B1D, cos, sin)
         keys.index_copy_(2, position, k)
         values.index_copy_(2, position, v)
-        allowed = torch.arange(keys.shape[2]) <= position
         out = functional.scaled_dot_product_attention(
-            q, keys, values, attn_mask=allowed[None], enable_gqa=self.heads != self.kv_heads
+            q, keys, values, attn_mask=mask_1S, enable_gqa=self.heads != self.kv_heads
         )
         return functional.linear(out.transpose(1, 2).flatten(2), self.w_o)
 
@@ -103,8 +104,11 @@ class Decoder(nn.Module):
         """Logits of one more token at ``position``, an int64 tensor of one number."""
         x = functional.embedding(tokens_B1, self.embedding)
         cos, sin = self.cos[position], self.sin[position]
+        # Once a step, and as the sum that attention would make of True and False in every layer.
+        later_S = torch.arange(caches[0][0].shape[2]) > position
+        mask_1S = torch.zeros_like(later_S, dtype=x.dtype).masked_fill(later_S, -torch.inf)[None]
         for block, (keys, values) in zip(self.blocks, caches, strict=True):
-            x = block.decode(x, cos, sin, position, keys, values)
+            x = block.decode(x, cos, sin, position, mask_1S, keys, values)
         return functional.linear(self.norm(x), self.w_head)
 
 
