@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from benchmarks.cases import DENSE, FLEX, JAX_NN, OURS, SDPA, WINDOW
+from benchmarks.cases import DENSE, FLEX, JAX_NN, OURS, PRODUCTS, PROGRAMS, SDPA, WINDOW
 from benchmarks.report import Goal, Verdict
 from benchmarks.timing import Estimate, exponent, ratio
 
@@ -189,6 +189,23 @@ def goals(measured: Measured) -> list[Goal]:
                 reached = None
             name = f"{variant} {GOAL_LENGTH:,}, {program}, beside {peer}"
             result.append(Goal(name, least, reached))
+    return result
+
+
+def bounds(measured: Measured) -> list[str]:
+    """How much faster than each peer no softmax made of XLA's products of these tiles can be."""
+    result = []
+    for variant, peer in GOALS:
+        for program in PROGRAMS:
+            keys = ((variant, name, GOAL_LENGTH, program) for name in (peer, PRODUCTS))
+            try:
+                theirs, least = (measured.seconds[key] for key in keys)
+            except KeyError:
+                continue
+            result.append(
+                f"bound {variant} {GOAL_LENGTH:,}, {program}, beside {peer}: the products of the "
+                f"tiles alone are {ratio(theirs, least).median:.2f} × as fast"
+            )
     return result
 
 

@@ -14,9 +14,11 @@ from attention.feature_maps import feature_map
 from attention.masks import Causal, First, Global, Mask, Window
 from attention.ops import attend
 from attention.reference import allowed_pairs
+from benchmarks import products
 
 WINDOW, GLOBALS = 256, 4
 OURS, DENSE, JAX_NN, SDPA, FLEX = "ours", "dense", "jax.nn", "SDPA", "FlexAttention"
+PRODUCTS = "products"
 PROGRAMS = ("forward", "both")
 CAUSAL = Causal()
 
@@ -31,6 +33,7 @@ class Variant:
       longest: tokens beyond which it is not measured; None: no limit.
       torch_mask: its name in ``benchmarks/torch_peer``, where PyTorch is asked for it.
       jax_nn: options of ``jax.nn.dot_product_attention`` for the same mask, where it has it.
+      products: whether the products of its tiles are timed alone as well.
       N, K, H: query heads, key-value heads, width of a head.
     """
 
@@ -39,6 +42,7 @@ class Variant:
     longest: int | None = None
     torch_mask: str | None = None
     jax_nn: dict | None = None
+    products: bool = False
     N: int = 4
     K: int = 4
     H: int = 64
@@ -53,6 +57,8 @@ class Variant:
         }
         if self.jax_nn is not None:
             known[JAX_NN] = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **self.jax_nn)
+        if self.products:
+            known[PRODUCTS] = lambda q, k, v: products.alone(self.mask, q, k, v)
         return known
 
     def shapes(self, T: int) -> list[jax.ShapeDtypeStruct]:
@@ -81,11 +87,12 @@ def _additive(q_BTNH, k_BTKH, v_BTKH):
 
 _NEAR = Window(WINDOW)
 VARIANTS = {
-    "causal": Variant(torch_mask="causal", jax_nn={"is_causal": True}),
+    "causal": Variant(torch_mask="causal", jax_nn={"is_causal": True}, products=True),
     "window": Variant(
         _NEAR,
         torch_mask="window",
         jax_nn={"is_causal": True, "local_window_size": (WINDOW - 1, 0)},
+        products=True,
     ),
     "longformer": Variant(Causal() & (_NEAR | Global(GLOBALS)), torch_mask="longformer"),
     "streaming": Variant(Causal() & (_NEAR | First(GLOBALS))),
