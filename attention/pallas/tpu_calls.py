@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attention.masks import EMPTY
 from attention.pallas import tpu_kernels
-from attention.pallas.tpu_kernels import Rows, Scores, Visits
+from attention.pallas.tpu_kernels import Rows, Scores, Statistics, Visits
 from attention.tile_table import TileList, tile_table
 
 LANES = 128
@@ -304,7 +304,7 @@ def backward(
     layout = plan.layout
     q, k, v = layout.queries(q_BTNH), layout.keys(k_BSKH), layout.keys(v_BSKE)
     do = layout.queries(do_BTNE)
-    base, share, centre = map(layout.per_row, (base_BNT, share_BNT, centre_BNT))
+    statistics = Statistics(*map(layout.per_row, (base_BNT, share_BNT, centre_BNT)))
     rows = layout.row_data(tags)
     H, E, width = q.shape[2], v.shape[3], layout.tile.keys
 
@@ -315,9 +315,7 @@ def backward(
             (k, at.by_key(H)),
             (v, at.by_key(E)),
             (do, at.by_query(E)),
-            (base, at.by_query(1)),
-            (share, at.by_query(1)),
-            (centre, at.by_query(1)),
+            (statistics, Statistics(*[at.by_query(1)] * 3)),
         ]
 
     at = _Blocks(layout, q_of="row", k_of="column")

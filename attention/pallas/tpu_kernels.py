@@ -84,6 +84,22 @@ class Rows:
 jax.tree_util.register_dataclass(Rows, ["position_1R", "tag_1R", "tag_1C"], [])
 
 
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What the backward pass knows of each row: p = exp2(s − base) · share, ds = p (do·v − centre).
+
+    Scores are in powers of two. Not exp(s − lse): at scores of 10,000 float32 steps by 1e-3, and
+    so would the weights.
+    """
+
+    base_1R: jax.Array
+    share_1R: jax.Array
+    centre_1R: jax.Array
+
+
+jax.tree_util.register_dataclass(Statistics, ["base_1R", "share_1R", "centre_1R"], [])
+
+
 def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int]) -> jax.Array:
     """Contracts one axis of each, products and sums in float32."""
     exact = x.dtype == jnp.float32
@@ -133,7 +149,7 @@ def forward(
 ):
     """out = softmax(scale · q kᵀ) v and the log-sum-exp, by the online softmax over key tiles.
 
-    Base and share make the weights of the backward pass: exp2(s − base) · share, s in powers of 2.
+    Base and share make the weights again, see ``Statistics``.
     """
     visit = pl.program_id(2)
 
@@ -175,18 +191,15 @@ def forward(
 
 
 def _weights_and_score_gradients(
-    scores: Scores, masked, k_tile, rows, q_HR, k_CH, v_CE, do_ER, base_1R, share_1R, centre_1R
+    scores: Scores, masked, k_tile, rows, q_HR, k_CH, v_CE, do_ER, statistics: Statistics
 ) -> tuple[jax.Array, jax.Array]:
-    """p = exp2(s − base) · share and ds = p (do·v − centre).
-
-    Not exp(s − lse): at scores of 10,000 float32 steps by 1e-3, and so would the weights.
-    """
+    """p and ds, recomputed from the row's statistics."""
     s_CR = scores.transposed_CR(k_CH, q_HR)
     if masked:
         allowed_CR = scores.allowed_CR(rows, k_tile, s_CR.shape)
         s_CR = jnp.where(allowed_CR, s_CR, -jnp.inf)
-    p_CR = jnp.exp2(s_CR - base_1R[...]) * share_1R[...]
-    ds_CR = p_CR * (_dot(v_CE[...], do_ER[...], (1, 0)) - centre_1R[...])
+    p_CR = jnp.exp2(s_CR - statistics.base_1R[...]) * statistics.share_1R[...]
+    ds_CR = p_CR * (_dot(v_CE[...], do_ER[...], (1, 0)) - statistics.centre_1R[...])
     if masked:
         # The product with a hidden value can overflow, and 0 · inf is NaN.
         ds_CR = jnp.where(allowed_CR, ds_CR, 0)
@@ -201,9 +214,7 @@ def query_gradient(
     k_CH,
     v_CE,
     do_ER,
-    base_1R,
-    share_1R,
-    centre_1R,
+    statistics: Statistics,
     k_HC,
     dq_HR,
     acc_HR,
@@ -217,17 +228,7 @@ def query_gradient(
 
     def work(masked: bool):
         _, ds_CR = _weights_and_score_gradients(
-            scores,
-            masked,
-            visits.column[visit],
-            rows,
-            q_HR,
-            k_CH,
-            v_CE,
-            do_ER,
-            base_1R,
-            share_1R,
-            centre_1R,
+            scores, masked, visits.column[visit], rows, q_HR, k_CH, v_CE, do_ER, statistics
         )
         acc_HR[...] += _dot(k_HC[...], ds_CR.astype(k_HC.dtype), (1, 0))
 
@@ -246,9 +247,7 @@ def key_value_gradients(
     k_CH,
     v_CE,
     do_ER,
-    base_1R,
-    share_1R,
-    centre_1R,
+    statistics: Statistics,
     dk_CH,
     dv_CE,
     dk_acc_CH,
@@ -264,17 +263,7 @@ def key_value_gradients(
 
     def work(masked: bool):
         p_CR, ds_CR = _weights_and_score_gradients(
-            scores,
-            masked,
-            visits.row[visit],
-            rows,
-            q_HR,
-            k_CH,
-            v_CE,
-            do_ER,
-            base_1R,
-            share_1R,
-            centre_1R,
+            scores, masked, visits.row[visit], rows, q_HR, k_CH, v_CE, do_ER, statistics
         )
         dv_acc_CE[...] += _dot(p_CR.astype(do_ER.dtype), do_ER[...], (1, 1))
         dk_acc_CH[...] += _dot(ds_CR.astype(q_HR.dtype), q_HR[...], (1, 1))
