@@ -213,6 +213,7 @@ def test_longformer_with_sink_repetition_and_garbage():
         run.assert_equals(by_reference(dataclasses.replace(call, **dirty), do, dlse))
 
 
+@pytest.mark.interpreted
 def test_what_is_not_finite_is_not_hidden_where_all_is_seen():
     """Whole tiles and no mask: batch 0 sees a key of −inf, which would get the weight 0."""
     q, k, v, do = random(np.random.default_rng(1), 2, 128, 128, 1, 1, 64, 64)
@@ -239,7 +240,8 @@ class Denied(Mask):
         return np.where(early_q == early_k, PARTIAL, np.where(early_q, FULL, EMPTY))
 
 
-def test_only_the_tables_tiles_are_visited_and_full_ones_without_the_mask():
+@pytest.mark.interpreted
+def test_full_tiles_skip_the_mask_and_empty_ones_are_skipped():
     """All three kernels: what they make of a table that its mask denies is the table's."""
     q, k, v, do = random(np.random.default_rng(3), 1, 256, 256, 1, 1, 64, 64)
     dlse = np.random.default_rng(4).standard_normal((1, 1, 256))
