@@ -289,9 +289,9 @@ def test_continuous_integration_runs_what_it_should():
         assert (ROOT / "tests" / f"test_{name}.py").exists() and f"tests/test_{name}.py" in slow
     for needed in ("scripts/browser.sh", "make setup-cluster"):
         assert commands.index(needed) < commands.index(slow)
-    # Tiles of three masks, scores of 10,000 and garbage, in the interpreters of both devices.
+    # Tiles of a window, scores of 10,000 and garbage, in the interpreters of both devices.
     (kernels,) = (line for line in commands if line.startswith("make test-kernels"))
-    for name in ("96x160", "large_logits", "garbage_in_sight", "full_tiles"):
+    for name in ("window-96x160", "large_logits", "garbage_in_sight", "full_tiles"):
         assert name in kernels
 
 
