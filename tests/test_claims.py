@@ -270,7 +270,8 @@ def test_a_killed_driver_leaves_nothing_running_and_is_continued(tmp_path):
     argv = [sys.executable, "sweep.py", f"--config={file}", f"--workdir={tmp_path / 'x'}"]
     driver = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     folder, deadline = SweepFolder(tmp_path / "x"), time.monotonic() + 120
-    while not (folder.result("good").exists() and "asleep" in _text(folder.log("slow"))):
+    done = folder.result("good"), tmp_path / "x" / "claims.md"
+    while not (all(x.exists() for x in done) and "asleep" in _text(folder.log("slow"))):
         assert time.monotonic() < deadline and driver.poll() is None, driver.stdout.read()
         time.sleep(0.05)
     orphans = psutil.Process(driver.pid).children(recursive=True)

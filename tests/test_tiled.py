@@ -93,7 +93,10 @@ def test_any_tile(mask, sees, sizes, dtype):
     got = in_tiles(*given, do, dlse, mask, sizes, sink=sink)
     assert str(got.dk.dtype) == dtype
     visible = visible_pairs(sees, 2, 45, 51)
-    assert_equals(got, oracles.attention(q, k, v, visible, do=do, dlse=dlse, sink=sink), dtype)
+    # The output is kept as it is returned, and what it is rounded by enters the gradients.
+    tolerance = dtype if dtype == "float32" else "rounded"
+    expected = oracles.attention(q, k, v, visible, do=do, dlse=dlse, sink=sink)
+    assert_equals(got, expected, tolerance)
 
 
 def test_more_queries_than_keys():
