@@ -200,6 +200,9 @@ def test_what_is_left_out_is_said_with_its_reason(monkeypatch):
     for T in ("1,024", "4,096", "8,192"):
         said = attention.lacking(short.errors)[f"causal, FlexAttention, T = {T}"]
         assert "not measured in the short form" in said
+    window = attention.parse(["--short", "--variants=window", "--lengths=16"])
+    said = attention.lacking(attention.measure(window, None).errors)["window, dense, T = 16"]
+    assert said == "not measured in the short form but for causal"
 
 
 def test_all_that_was_asked_for_may_be_left_out():
