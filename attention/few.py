@@ -45,7 +45,7 @@ def _products(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N, isolated: bool
     allowed_BST1 = jnp.broadcast_to(allowed_BTS, (B, T, S)).swapaxes(1, 2)[..., None]
     s_BSTN = s_BSM.reshape(B, S, T, N)
     most_BTN = jnp.where(allowed_BST1, s_BSTN, -jnp.inf).max(1)
-    seen_BTN = allowed_BST1.any(1)
+    seen_BT1 = allowed_BST1.any(1)
     # Also where a row sees scores of −inf alone: its sum is 0, and its output NaN.
     top_BTN = jnp.where(most_BTN == -jnp.inf, 0, most_BTN)
     if sink_N is not None:
@@ -64,8 +64,8 @@ def _products(q_BTNH, k_BSKH, v_BSKE, allowed_BTS, scale, sink_N, isolated: bool
     )
     right = everywhere(jnp.isfinite(out_BMC)) & everywhere(jnp.isfinite(total_BTN))
     out_BTKGE = jnp.einsum("btkgje,kj->btkge", out_BMC.reshape(B, T, K, G, K, E), own_KJ)
-    total_BTN = jnp.where(seen_BTN, total_BTN, 1)
-    lse_BTN = jnp.where(seen_BTN, top_BTN + jnp.log(total_BTN), -jnp.inf)
+    total_BTN = jnp.where(seen_BT1, total_BTN, 1)
+    lse_BTN = jnp.where(seen_BT1, top_BTN + jnp.log(total_BTN), -jnp.inf)
     out_BTNE = out_BTKGE.reshape(B, T, N, E) / total_BTN[..., None]
     return (out_BTNE.astype(v_BSKE.dtype), lse_BTN.swapaxes(1, 2)), right
 

@@ -82,7 +82,6 @@ def _sees_bad(plan: Plan, segments, finite_k_BSK, finite_BSK, bad_BTN):
     def row(n, seen):
         z, i = n // tiles.num_rows, n % tiles.num_rows
         head = Head(plan, z // K, z % K)
-
         bad_Y1 = head.rows(bad_BTN, i)[:, None]
 
         def step(j, seen_Y, masked):

@@ -221,19 +221,21 @@ class Runner:
 class Lying(Mask):
     """Says of each pair the contrary of what it says of tiles: shows which of the two is asked.
 
-    A tile on the diagonal or above it is EMPTY and one below FULL, whatever their pairs are.
+    In squares of ``side`` positions, those below the diagonal are FULL and all others EMPTY,
+    whatever their pairs are. Tiles must lie within one square.
     """
+
+    side: int
 
     def __call__(self, q_index, k_index):
         return q_index < k_index
 
     def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
-        return np.where(k_lo < q_lo, FULL, EMPTY)
+        return np.where(self.counted(q_lo, k_lo), FULL, EMPTY)
 
-    @staticmethod
-    def counted(side: int):
+    def counted(self, i, j):
         """The pairs that count where no full tile is masked and no empty one visited."""
-        return lambda i, j: j // side < i // side
+        return j // self.side < i // self.side
 
 
 def same_bits(a, b):

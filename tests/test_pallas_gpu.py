@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from attention import ops
-from attention.masks import EMPTY, FULL, PARTIAL, Causal, First, Full, Global, Mask, Window
+from attention.masks import Causal, First, Full, Global, Window
 from attention.pallas import gpu, gpu_plan
 from attention.reference import Dropout
 from attention.tile_table import tile_table
 from tests import oracles
-from tests.attending import chiefly
+from tests.attending import Lying, chiefly
 from tests.oracles import assert_close, standard, visible_pairs
 
 
@@ -228,27 +228,14 @@ def test_what_is_not_finite_is_not_hidden_where_all_is_seen():
     run.assert_equals(by_reference(call, do, dlse))
 
 
-@dataclasses.dataclass(frozen=True)
-class Denied(Mask):
-    """Says FULL of a tile of which its formula, causal, hides all, and EMPTY where it shows all."""
-
-    def __call__(self, q_index, k_index):
-        return q_index >= k_index
-
-    def tile_kinds(self, q_lo, q_hi, k_lo, k_hi):
-        early_q, early_k = q_hi <= 128, k_hi <= 128
-        return np.where(early_q == early_k, PARTIAL, np.where(early_q, FULL, EMPTY))
-
-
 @pytest.mark.interpreted
 def test_full_tiles_skip_the_mask_and_empty_ones_are_skipped():
-    """All three kernels: what they make of a table that its mask denies is the table's."""
+    """All three kernels: the pairs that count are the table's, though its mask denies them."""
     q, k, v, do = random(np.random.default_rng(3), 1, 256, 256, 1, 1, 64, 64)
     dlse = np.random.default_rng(4).standard_normal((1, 1, 256))
-    i, j = np.arange(256)[:, None], np.arange(256)
-    visible = (j <= i) & ((i < 128) | (j >= 128)) | (i < 128) & (j >= 128)
-    run = Run(call_of(q, k, v, Denied()), do, dlse)
-    run.assert_equals(oracles.attention(q, k, v, visible[None], do=do, dlse=dlse))
+    visible = visible_pairs(Lying(128).counted, 1, 256, 256)
+    run = Run(call_of(q, k, v, Lying(128)), do, dlse)
+    run.assert_equals(oracles.attention(q, k, v, visible, do=do, dlse=dlse))
 
 
 def test_lists_hold_the_tables_tiles_longest_rows_first():

@@ -206,8 +206,8 @@ def test_empty_tiles_are_not_visited():
 def test_full_tiles_skip_the_mask():
     """The pairs that count are those of the full tiles, though the mask hides each of them."""
     q, k, v, do = random(np.random.default_rng(9), 1, 32, 32, 2, 1, 8, 5)
-    run = Run(call_of(q, k, v, Lying()), do, Tile(8, 8))
-    visible = visible_pairs(Lying.counted(8), 1, 32, 32)
+    run = Run(call_of(q, k, v, Lying(8)), do, Tile(8, 8))
+    visible = visible_pairs(Lying(8).counted, 1, 32, 32)
     run.assert_equals(oracles.attention(q, k, v, visible, do=do))
 
 

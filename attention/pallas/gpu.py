@@ -6,8 +6,8 @@ wgmma and take turns at the softmax. Only the tiles of the table are visited, an
 evaluated on partial tiles alone.
 
 Two things are left to XLA around a kernel. Lengths are padded to whole tiles and widths to 64 or
-128 columns. And keys and values that are not finite are taken out, see ``finite``: who may see one
-gets NaN, who may not gets what the finite ones give.
+128 columns. And queries, keys and values that are not finite are taken out, see ``finite``: who may
+see one gets NaN, who may not gets what the finite ones give.
 """
 
 from __future__ import annotations
