@@ -7,6 +7,7 @@ wrong hit would be worse than the seconds it saves.
 
 import gc
 import os
+from pathlib import Path
 
 # The tests choose shapes for the CPU. JAX_PLATFORMS=cuda python -m pytest runs them elsewhere.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +26,9 @@ import pytest
 
 # What JAX has traced and compiled stays, and looking through it for garbage takes its time.
 gc.set_threshold(100_000, 50, 1000)
+
+# One file of tests adds as many as 31,000.
+MAPS = 25_000
 
 # Accelerators multiply float32 in lower precision unless told otherwise; the tests claim float32.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -57,6 +61,19 @@ def pytest_generate_tests(metafunc):
                 for name in IMPLEMENTATIONS
             ],
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_that_fit():
+    """Forgets all programs before the process has the 65,530 memory maps that Linux allows.
+
+    A compiled program has several, and one that gets no more ends in a segmentation fault.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ def test_garbage_in_one_copy_stays_there(name, T, garbage):
         out, lse = attend_with_lse(q, k, v, Causal(), implementation=name)
         return jnp.where(jnp.isfinite(out), out, 0).sum() + lse.sum(), (out, lse)
 
-    calls = jax.value_and_grad(call, (0, 1, 2), has_aux=True)
-    together = jax.vmap(calls)(q, k, v)
+    calls = jax.jit(jax.value_and_grad(call, (0, 1, 2), has_aux=True))
+    together = jax.jit(jax.vmap(calls))(q, k, v)
     for copy in range(COPIES):
         alone = calls(q[copy], k[copy], v[copy])
         for found, wanted in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):

@@ -273,6 +273,10 @@ def copying_by_hand(model, tokens, start):
     return found
 
 
+def scored(graph, params, sequences):
+    return jax.jit(lambda p: scores.head_scores(pure.merge(graph, p), sequences))(params)
+
+
 # One of every kind of pattern, with and without BOS; the others are broad.
 FIRST = {("mha", True), ("gqa", False), ("window", True), ("mla", False), ("linear", True)}
 
@@ -289,8 +293,7 @@ def test_a_model_of_every_variant_against_numpy(variant, bos):
     gain = np.random.default_rng(1).uniform(0.5, 2, model.norm.gain_D[...].shape)
     model.norm.gain_D[...] = jnp.asarray(gain, jnp.float32)
     sequences = scores.score_sequences(40, bos=bos, repeats=2)
-    graph, params = pure.split(model)
-    found = jax.jit(lambda p: scores.head_scores(pure.merge(graph, p), sequences))(params)
+    found = scored(*pure.split(model), sequences)
     expected = by_hand(model, sequences)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -320,8 +323,8 @@ def test_global_tokens_are_scored_by_the_pattern_that_they_ask_with():
     _, params = pure.split(plain)
     graph, random = pure.split(own)
     same = {name: params[name.replace("global_heads", "heads")] for name in random}
-    wanted = scores.head_scores(plain, sequences)
-    for name, value in scores.head_scores(pure.merge(graph, same), sequences).items():
+    wanted = scored(*pure.split(plain), sequences)
+    for name, value in scored(graph, same, sequences).items():
         np.testing.assert_allclose(value, wanted[name], atol=2e-5, err_msg=name)
 
     tokens_BT = jnp.asarray(sequences.repeated_BT)
