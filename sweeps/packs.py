@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -120,10 +119,10 @@ def measure(runs: Sequence[Settings], at_once: int, start: float, packed: Callab
       at_once, start: as in ``Measured``.
       packed: the program of all, which is compiled by this and can be used afterwards.
     """
-    states = tuple(jax.jit(functools.partial(init_state, run))() for run in runs)
+    states = tuple(init_state(run) for run in runs)
     alone = make_interval(runs[0])
     alone_compile, alone_step = time_steps(lambda s, until: alone(s, until)[0], states[0], runs[0])
-    states = tuple(jax.jit(functools.partial(init_state, run))() for run in runs)
+    states = tuple(init_state(run) for run in runs)
 
     def take(states: tuple, until: int) -> tuple:
         untils = jnp.full(len(runs), until, jnp.int32)

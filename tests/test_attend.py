@@ -39,7 +39,18 @@ MASKS = {
     "prefix": (Causal() | Prefix(5), lambda i, j: (j <= i) | ((i < 5) & (j < 5))),
     "not causal": (~Causal(), lambda i, j: j > i),
 }
-every_mask = pytest.mark.parametrize(("mask", "sees"), MASKS.values(), ids=MASKS)
+
+
+def masks(*always: str):
+    """A case for each mask; the default run takes the named ones."""
+    return pytest.mark.parametrize(
+        ("mask", "sees"),
+        [
+            pytest.param(*case, id=name, marks=() if name in always else pytest.mark.broad)
+            for name, case in MASKS.items()
+        ],
+    )
+
 
 # --- the computation ------------------------------------------------------------------------------
 
@@ -136,7 +147,8 @@ def test_length_384(run):
     )
 
 
-@every_mask
+# tests/test_attend_sizes.py takes all of them by default, without documents and padding.
+@masks("causal", "streaming", "causal longformer")
 def test_every_mask(run, mask, sees):
     """B1: outputs and all gradients, with shared heads, packed documents, padding and a sink."""
     q, k, v, do = standard(2, 13, 13, 4, 2, 6, 3)
@@ -150,13 +162,7 @@ def test_every_mask(run, mask, sees):
     assert np.isneginf(np.asarray(got.lse)[1, :, :3]).all()
 
 
-@pytest.mark.parametrize(
-    ("mask", "sees"),
-    [
-        pytest.param(*case, id=name, marks=() if name == "causal longformer" else pytest.mark.broad)
-        for name, case in MASKS.items()
-    ],
-)
+@masks("causal longformer")
 def test_gradients_by_central_differences(run, mask, sees):
     """B1 in float64: each partial derivative of a loss over outputs and log-sum-exps."""
     del sees

@@ -44,11 +44,19 @@ def test_equals_float64(T, mask):
     q, k, v = _arrays(T)
     assert _is_fast(q, k, v, mask)
     sink_N = jnp.linspace(-1, 2, N)
-    found = attend_with_lse(q, k, v, mask, sink_N=sink_N, implementation="few")
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, sink_N)]
+
+    @jax.jit
+    def attended(q, k, v, sink_N):
+        return attend_with_lse(q, k, v, mask, sink_N=sink_N, implementation="few")
+
+    @jax.jit
+    def dense(q, k, v, sink_N):
         allowed_BTS = allowed_pairs(mask, jnp.arange(T) + S - T, jnp.arange(S))
-        exact = dense_attention(*wide[:3], allowed_BTS, scale=H**-0.5, sink_N=wide[3])
+        return dense_attention(q, k, v, allowed_BTS, scale=H**-0.5, sink_N=sink_N)
+
+    found = attended(q, k, v, sink_N)
+    with jax.enable_x64(True):
+        exact = dense(*(jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, sink_N)))
     assert_close(found[0], exact[0])
     assert_close(found[1], exact[1])
 
@@ -113,13 +121,14 @@ def test_derivatives_are_those_of_the_reference():
 
         return of
 
-    reverse = [jax.grad(loss(name), (0, 1, 2))(*arrays) for name in ("few", "reference")]
+    reverse = [jax.jit(jax.grad(loss(name), (0, 1, 2)))(*arrays) for name in ("few", "reference")]
     for ours, theirs in zip(*reverse, strict=True):
         assert_close(ours, theirs)
-    forward = [
-        jax.jvp(loss(name), tuple(arrays), tuple(directions))[1] for name in ("few", "reference")
-    ]
-    assert_close(*forward)
+
+    def along(name):
+        return jax.jit(lambda *q_k_v: jax.jvp(loss(name), q_k_v, tuple(directions))[1])(*arrays)
+
+    assert_close(along("few"), along("reference"))
 
 
 def test_each_of_a_batch_of_calls():

@@ -32,11 +32,8 @@ from tests.oracles import assert_close
 from tests.subject import B, D, T, positions_of, random, subject
 from tests.variants import VARIANTS
 
-# One of every class of variant, with the options that ask most of it.
-ALWAYS = {
-    "gqa", "window", "longformer global", "prefix", "cross", "linear", "mla query latent",
-    "additive window",
-}  # fmt: skip
+# One of every kind of cache, with the options that ask most of it; the others are broad.
+ALWAYS = {"gqa", "longformer global", "cross", "linear", "mla query latent"}
 
 
 @pytest.mark.parametrize(("check", "variant"), contract.cases(VARIANTS, ALWAYS))
@@ -277,8 +274,9 @@ def test_rates_of_dropout(variant):
 
 
 @pytest.mark.parametrize("options", [
-    MultiHeadWindow(window=2), MultiHeadStreaming(window=2, first=1),
-    MultiHead(smeared_keys=True), Additive(mask_expression="Causal() & Window(2)"),
+    MultiHeadStreaming(window=2, first=1), MultiHead(smeared_keys=True),
+    pytest.param(MultiHeadWindow(window=2), marks=pytest.mark.broad),
+    pytest.param(Additive(mask_expression="Causal() & Window(2)"), marks=pytest.mark.broad),
 ], ids=str)  # fmt: skip
 def test_padding_between_tokens(options):
     """Padding is irrelevant wherever it stands, in training as through a cache."""
@@ -322,7 +320,8 @@ def test_a_decoder_heeds_the_positions_it_is_given():
 
 
 @pytest.mark.parametrize("options", [
-    MultiHead(smeared_keys=True), Linear(smeared_keys=True),
+    MultiHead(smeared_keys=True),
+    pytest.param(Linear(smeared_keys=True), marks=pytest.mark.broad),
     pytest.param(Latent(latent_rank=5, smeared_keys=True), marks=pytest.mark.broad),
     pytest.param(Additive(smeared_keys=True), marks=pytest.mark.broad),
 ], ids=str)  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from training.optimizer import OptimizerOptions, learning_rate, optimizer
 from training.settings import settings
-from training.step import init_state
+from training.step import state_shapes
 
 
 def options(**changes):
@@ -107,7 +107,7 @@ def test_learning_rate(changes, steps):
 def test_of_a_whole_model_the_matrices_decay_and_nothing_else():
     groups = {f"attention.gqa.{name}": True for name in ("bias", "qk_norm", "learned_sink")}
     config = tiny.config(model__mlp="swiglu", model__position="learned", **groups)
-    shapes = jax.eval_shape(lambda: init_state(settings(config)).params)
+    shapes = state_shapes(settings(config)).params
     params = {name: np.ones(leaf.shape, np.float32) for name, leaf in shapes.items()}
     transformation = optimizer(options(warmup_steps=0, schedule="constant"), 9)
 

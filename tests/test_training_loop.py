@@ -75,7 +75,7 @@ def saved_steps(folder):
 
 def saved_state(folder, at):
     with Checkpoints(folder / "checkpoints", keep=1, best_metric=None) as saved:
-        return saved.restore(jax.eval_shape(lambda: step.init_state(SETTINGS)), at)
+        return saved.restore(step.state_shapes(SETTINGS), at)
 
 
 def timeless(lines):

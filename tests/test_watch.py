@@ -57,7 +57,7 @@ def once(tmp_path_factory):
 
 def state_of(folder, at):
     with Checkpoints(folder.checkpoints, keep=1, best_metric=None) as saved:
-        return saved.restore(jax.eval_shape(lambda: step.init_state(SETTINGS)), at)
+        return saved.restore(step.state_shapes(SETTINGS), at)
 
 
 def bits(state):
@@ -192,7 +192,7 @@ def test_a_snapshot_is_kept_where_a_level_is_first_reached(rising, tmp_path, onc
 
 def restored_state(folder, at):
     with Checkpoints(folder.snapshots, keep=1, best_metric=None) as saved:
-        return saved.restore(jax.eval_shape(lambda: step.init_state(SETTINGS)), at)
+        return saved.restore(step.state_shapes(SETTINGS), at)
 
 
 def test_a_resumed_run_has_the_snapshots_of_an_unbroken_one(rising, tmp_path, monkeypatch):

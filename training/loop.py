@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 
@@ -18,7 +17,7 @@ from training.progress import Reporter, table
 from training.run_folder import RunFolder
 from training.settings import OptionError, Settings
 from training.state import TrainState
-from training.step import graph_of, init_state, make_evaluation, make_interval
+from training.step import graph_of, init_state, make_evaluation, make_interval, state_shapes
 
 
 class Diverged(RuntimeError):
@@ -93,7 +92,7 @@ def train(
 
 def _session(config, settings, folder, saved, implementations, observer, programs) -> None:
     """From the newest checkpoint, if there is one, to the last step."""
-    state = saved.restore_latest(jax.eval_shape(lambda: init_state(settings)))
+    state = saved.restore_latest(state_shapes(settings))
     resumed = state is not None
     if not resumed:
         state = init_state(settings)
@@ -217,7 +216,7 @@ def _diverged(name: str, value: float, step: int) -> Diverged:
 
 
 def _implementations(settings: Settings) -> dict[str, str]:
-    shapes = jax.eval_shape(lambda: init_state(settings)).params
+    shapes = state_shapes(settings).params
     model = merge(graph_of(settings), shapes)
     try:
         return model.implementations(settings.train.batch_size, settings.task.length)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 from flax import nnx
 
 from models.pure import merge
 from training.checkpoint import BEST_METRIC, Checkpoints
 from training.run_folder import RunFolder
 from training.settings import OptionError, Settings, settings
-from training.step import graph_of, init_state
+from training.step import graph_of, state_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +51,6 @@ def restore(folder: RunFolder, checkpoint: str = "last") -> Restored:
             )
         step = named[checkpoint] if checkpoint in named else int(checkpoint)
         holder = saved if step in steps else snapshots
-        state = holder.restore(jax.eval_shape(lambda: init_state(options)), step)
+        state = holder.restore(state_shapes(options), step)
     model = merge(graph_of(options), state.params)
     return Restored(options, step, state.params, model)
