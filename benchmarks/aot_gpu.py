@@ -74,9 +74,9 @@ CASES = {
     "causal-128-64": Case(Causal(), K=8, E=64, targets=ONE),
     "causal-64-128": Case(Causal(), K=8, H=64, targets=ONE),
     "causal-8-to-1": Case(Causal()),
-    "full": Case(Full()),
-    "cross-odd-lengths": Case(Full(), T=1000, S=777, N=4, K=4, H=64, E=64),
-    "decode": Case(Causal(), T=1, S=LONG),
+    "full": Case(Full(), targets=ONE),
+    "cross-odd-lengths": Case(Full(), T=1000, S=777, N=4, K=4, H=64, E=64, targets=ONE),
+    "decode": Case(Causal(), T=1, S=LONG, targets=ONE),
     "window-1024": Case(Window(1024), T=LONG, S=LONG, B=1, K=8),
     "window-4096": Case(Window(4096), T=LONG, S=LONG, B=1),
     "longformer": Case(Window(256, ahead=255) | Global(4), T=LONG, S=LONG, B=1),
@@ -91,9 +91,9 @@ CASES = {
         targets=ONE,
     ),
     # As many comparisons as attention.pallas.gpu takes: their outcomes must fit in registers.
-    "most-comparisons": Case(MOST),
-    "most-comparisons-shifted": Case(MOST, T=1000, S=777, H=64, E=64),
-    "few-comparisons-shifted": Case(FEW, T=1000, S=777),
+    "most-comparisons": Case(MOST, targets=ONE),
+    "most-comparisons-shifted": Case(MOST, T=1000, S=777, H=64, E=64, targets=ONE),
+    "few-comparisons-shifted": Case(FEW, T=1000, S=777, targets=ONE),
     "odd-lengths-128": Case(
         Causal() & (Window(64) | First(4)), T=1000, S=777, dtype="float16", targets=ONE
     ),

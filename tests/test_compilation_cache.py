@@ -24,9 +24,9 @@ PLACE, SECONDS = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_
     ("chosen", "place", "seconds"),
     [
         ({}, "home/attention-lab/xla", 0.3),
-        ({SECONDS: "1.0"}, "home/attention-lab/xla", 1.0),
+        pytest.param({SECONDS: "1.0"}, "home/attention-lab/xla", 1.0, marks=pytest.mark.broad),
         ({PLACE: "elsewhere", SECONDS: "0"}, "elsewhere", 0.0),
-        ({PLACE: "elsewhere"}, "elsewhere", 0.3),
+        pytest.param({PLACE: "elsewhere"}, "elsewhere", 0.3, marks=pytest.mark.broad),
     ],
 )
 def test_the_user_goes_before_the_defaults(chosen: dict[str, str], place: str, seconds: float):

@@ -437,11 +437,16 @@ def test_the_command_knows_published_shapes():
     [
         ([], "--config is needed"),
         (["--preset=gpt9"], "--preset must be one of gpt2, llama2-7b"),
-        (["--preset=gpt2", "--config=configs/gqa.py"], "exclude each other"),
         (["--preset=gpt2", "--length=0"], "gpt2: length must be at least 1, got 0"),
-        (["--config=configs/gqa.py", "--dtype=int8"], "dtype must be one of float32"),
-        (["--config=configs/gqa.py", "--length=many"], "must be a whole number"),
-        (["--config=configs/none.py"], "there is no such file"),
+        *(
+            pytest.param(*case, marks=pytest.mark.broad)
+            for case in (
+                (["--preset=gpt2", "--config=configs/gqa.py"], "exclude each other"),
+                (["--config=configs/gqa.py", "--dtype=int8"], "dtype must be one of float32"),
+                (["--config=configs/gqa.py", "--length=many"], "must be a whole number"),
+                (["--config=configs/none.py"], "there is no such file"),
+            )
+        ),
     ],
 )
 def test_mistakes_of_the_command(flags, message):

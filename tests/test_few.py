@@ -38,7 +38,7 @@ def _is_fast(q, k, v, mask, k_index=None) -> bool:
     return bool(few._products(q, k, v, allowed_BTS, H**-0.5, None, isolated=False)[1])
 
 
-@pytest.mark.parametrize("T", [1, 3, 8])
+@pytest.mark.parametrize("T", [1, 3, pytest.param(8, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("mask", [Full(), Causal(), Causal() & Window(6)], ids=str)
 def test_equals_float64(T, mask):
     q, k, v = _arrays(T)
