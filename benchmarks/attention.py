@@ -155,29 +155,31 @@ def left_out(variant: str, name: str, T: int, arguments, torch: peers.Torch | No
 def measure(arguments, torch: peers.Torch | None) -> Measured:
     """Everything, and why what is missing is missing."""
     seconds, peaks, errors = {}, {}, {}
-    for T in arguments.lengths:
-        for variant in arguments.variants:
-            case = VARIANTS[variant]
-            names = [n for n in case.implementations() if n in (OURS, *arguments.peers)]
-            names += TORCH if case.torch_mask else ()
-            reasons = {n: left_out(variant, n, T, arguments, torch) for n in names}
+    for variant in arguments.variants:
+        case = VARIANTS[variant]
+        known = [n for n in case.implementations() if n in (OURS, *arguments.peers)]
+        known += TORCH if case.torch_mask else ()
+        # All lengths take turns: an exponent compares them.
+        programs, asked = {}, {}
+        for T in arguments.lengths:
+            reasons = {n: left_out(variant, n, T, arguments, torch) for n in known}
             errors |= {
                 (variant, name, T, what): why
                 for name, why in reasons.items()
                 if why is not None
                 for what in PROGRAMS
             }
-            names = [name for name in names if reasons[name] is None]
+            names = [name for name in known if reasons[name] is None]
             if not names:
                 continue
             print(f"{variant}, T = {T:,}", file=sys.stderr, flush=True)
-            programs = ours_and_jax(variant, T, [n for n in names if n not in TORCH], peaks)
-            asked = in_torch(torch, variant, T, [n for n in names if n in TORCH], peaks, errors)
-            seconds |= in_turns(programs | asked, repeats=arguments.repeats, errors=errors)
-            # What a peer cannot even drop has ended, and every later request says so.
-            with contextlib.suppress(peers.PeerError):
-                for key in asked:
-                    torch.ask(drop=_label(*key))
+            programs |= ours_and_jax(variant, T, [n for n in names if n not in TORCH], peaks)
+            asked |= in_torch(torch, variant, T, [n for n in names if n in TORCH], peaks, errors)
+        seconds |= in_turns(programs | asked, repeats=arguments.repeats, errors=errors)
+        # What a peer cannot even drop has ended, and every later request says so.
+        with contextlib.suppress(peers.PeerError):
+            for key in asked:
+                torch.ask(drop=_label(*key))
     return Measured(seconds, peaks, errors)
 
 

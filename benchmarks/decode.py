@@ -76,10 +76,9 @@ def measure(
     variants: Iterable[str], lengths: Iterable[int], repeats: int, torch: peers.Torch | None
 ) -> Measured:
     """Everything, and why what is missing is missing."""
-    seconds, cache_bytes, peaks, errors = {}, {}, {}, {}
+    programs, cache_bytes, peaks, errors = {}, {}, {}, {}
     for length in lengths:
         print(f"a cache of {length:,} positions", file=sys.stderr, flush=True)
-        programs = {}
         for variant in variants:
             mine = Ours(settings_of(variant), length)
             cache_bytes[variant, length] = mine.cache_bytes
@@ -91,8 +90,8 @@ def measure(
                 errors |= {("gqa", name, length): peers.WITHOUT for name in (EAGER, COMPILED)}
             else:
                 programs |= in_torch(torch, length, mine.tokens, peaks, errors)
-        seconds |= in_turns(programs, repeats, errors)
-    return Measured(seconds, cache_bytes, peaks, errors)
+    # All lengths take turns: an exponent compares them.
+    return Measured(in_turns(programs, repeats, errors), cache_bytes, peaks, errors)
 
 
 def table(measured: Measured) -> str:
