@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from configs import gqa, linear, mla
 from models import pure
 from tasks import dropout_key, evaluation_key, train_key
 from tests import tiny
+from tests.attending import OPTIMISED
 from tests.test_optimizer import AdamWByHand
 from training import loop, step
 from training.checkpoint import CheckpointError, Checkpoints
 from training.lock import locked
+from training.resolve import resolve
 from training.restore import restore
 from training.run_folder import RunFolder
 from training.settings import OptionError, settings
@@ -490,6 +493,18 @@ def test_seeds_decide_parameters_and_batches_and_nothing_else_does():
     batches = [sample(train_key(seed, index)) for seed in (0, 1) for index in (0, 1, 2)]
     batches += [sample(evaluation_key(seed, index)) for seed in (0, 1) for index in (0, 1)]
     assert len({np.asarray(batch).tobytes() for batch in batches}) == len(batches)
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("config", [gqa, mla, linear], ids=lambda config: config.__name__)
+def test_compiling_the_first_state_in_less_time_changes_no_bit(config, monkeypatch):
+    """Published runs start from these; without any optimisation a few bits differ."""
+    chosen = settings(resolve(config.get_config().to_dict(), {}))
+    ours = bits(step.init_state(chosen))
+    monkeypatch.setattr(step, "RUN_ONCE", OPTIMISED)
+    assert bits(step.init_state(chosen)) == ours
+    monkeypatch.setattr(step, "RUN_ONCE", {"xla_backend_optimization_level": 0})
+    assert bits(step.init_state(chosen)) != ours
 
 
 def test_the_evaluation_stream_is_fixed_and_does_not_move_training(once):
