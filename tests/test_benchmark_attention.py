@@ -158,20 +158,28 @@ def test_peers_that_were_not_asked_for_are_not_measured():
 
 
 class FakeTorch:
-    """Does every forward pass, and the first five passes with gradients."""
+    """Has an answer for everything until it ends; cannot run one of its programs a third time."""
 
-    def __init__(self):
-        self.turns, self.dropped = 0, []
+    def __init__(self, cannot: str = "", ends_at: str = ""):
+        self.cannot, self.ends_at = cannot, ends_at
+        self.turns, self.dropped, self.ended = 0, [], False
 
     def ask(self, **request):
+        self._live(request.get("prepare"))
         self.dropped += [request["drop"]] if "drop" in request else []
         return {"bytes": 2**20}
 
     def seconds(self, name, what, calls=1):
-        self.turns += what == "both"
-        if what == "both" and self.turns > 5:
+        self._live(name)
+        self.turns += name == self.cannot
+        if name == self.cannot and self.turns > 2:
             raise peers.PeerError("cannot")
         return 0.25
+
+    def _live(self, name):
+        self.ended = self.ended or name == self.ends_at
+        if self.ended:
+            raise peers.PeerError("has ended")
 
 
 def nothing_is_run(monkeypatch):
@@ -215,16 +223,27 @@ def test_all_that_was_asked_for_may_be_left_out():
 def test_a_peer_that_fails_keeps_what_was_measured(monkeypatch):
     nothing_is_run(monkeypatch)
     arguments = attention.parse(["--variants=causal", "--lengths=16,32", "--repeats=2"])
-    torch = FakeTorch()
+    torch = FakeTorch(cannot="causal, SDPA, T = 32, both")
     measured = attention.measure(arguments, torch)
     assert measured.seconds["causal", OURS, 32, "both"] == [0.5, 0.5]
-    # One try at 16 and two turns, each after a call that is not timed; then it fails.
     assert measured.seconds["causal", SDPA, 16, "both"] == [0.25, 0.25]
     assert measured.seconds["causal", SDPA, 32, "forward"] == [0.25, 0.25]
     lacks = attention.lacking(measured.errors)
     assert lacks["causal, SDPA, T = 32, both"] == "cannot"
     assert "causal, SDPA, T = 16, both" not in lacks
     assert torch.dropped[:2] == ["causal, SDPA, T = 16, forward", "causal, SDPA, T = 16, both"]
+
+
+def test_a_peer_that_ends_costs_its_figures_of_one_variant(monkeypatch):
+    nothing_is_run(monkeypatch)
+    options = ["--variants=causal,window,linear", "--lengths=16,32", "--repeats=2"]
+    torch = FakeTorch(ends_at="window, SDPA, T = 32, forward")
+    measured = attention.measure(attention.parse(options), torch)
+    for T in (16, 32):
+        assert measured.seconds["causal", SDPA, T, "both"] == [0.25, 0.25]
+        assert measured.seconds["window", OURS, T, "both"] == [0.5, 0.5]
+        assert measured.seconds["linear", OURS, T, "both"] == [0.5, 0.5]
+        assert measured.errors["window", SDPA, T, "both"] == "has ended"
 
 
 def test_times_on_both_sides_of_a_bound_decide_nothing():
