@@ -35,6 +35,9 @@ from tests.subject import (
 SPLIT = 7  # tokens before it may not know those from it on
 # Two orders of the same bfloat16 sums: a rounding may fall either way, relative to the largest.
 BFLOAT16 = 2e-2
+# And beside float32, where no activation is rounded: of 1,500 inputs the worst of MLA was 3.2e-2,
+# and one in a hundred above 2e-2.
+ROUNDED = 4e-2
 
 
 def cases(variants: list[Variant], always: set[str]) -> list:
@@ -250,12 +253,11 @@ def compiled_or_not(variant):
 
 
 def bfloat16(variant):
-    """N1: decoding is training to BFLOAT16, and so is float32; activations stay narrow."""
+    """N1: decoding is training, and so is float32 but for roundings; activations stay narrow."""
     s, x = subject(variant, "bfloat16"), jnp.asarray(random(B, T, D), jnp.bfloat16)
     whole, _ = s.compiled(s.params, x, positions_of(ones()), ones(), None, s.arguments)
     assert whole.dtype == jnp.bfloat16
-    # In float32 no activation is rounded at all: of random inputs some differ by more.
-    near(whole, subject(variant).run(np.asarray(x, np.float32), ones())["y"], 2 * BFLOAT16)
+    near(whole, subject(variant).run(np.asarray(x, np.float32), ones())["y"], ROUNDED)
     decoded, _ = s.chunks(x, [1], s.layer.init_cache(B, T))
     near(decoded, whole, BFLOAT16)
 

@@ -86,6 +86,25 @@ def test_only_what_must_be_read_may_cost():
     assert said.startswith("NOT DECIDED: ") and "two different ones" in said
 
 
+def test_all_lengths_take_turns(monkeypatch):
+    """An exponent compares them, so a slow minute must be slow for all."""
+    taken = []
+
+    class Ours:
+        cache_bytes, peak = 1, 2
+
+        def __init__(self, run, length):
+            self.length = length
+
+        def seconds(self):
+            taken.append(self.length)
+            return 1.0
+
+    monkeypatch.setattr(decode, "Ours", Ours)
+    decode.measure(["window"], [256, 2048], 3, None)
+    assert taken == [256, 2048, 2048, 256, 256, 2048]
+
+
 @pytest.mark.broad
 def test_latent_cache_is_as_small_as_the_formula():
     seconds = {("mla", "ours", 64): [1.0], ("mha", "ours", 64): [1.0]}

@@ -1,4 +1,4 @@
-"""The loop in this process: seeds, one program, resuming bit for bit, and stopping on NaN."""
+"""The loop in this process: lines, one program, resuming bit for bit, and stopping on NaN."""
 
 import dataclasses
 import functools
@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from configs import gqa, linear, mla
 from models import pure
-from tasks import dropout_key, evaluation_key, train_key
+from tasks import dropout_key, train_key
 from tests import tiny
-from tests.attending import OPTIMISED
+from tests.states import bits
 from tests.test_optimizer import AdamWByHand
 from training import loop, step
 from training.checkpoint import CheckpointError, Checkpoints
 from training.lock import locked
-from training.resolve import resolve
 from training.restore import restore
 from training.run_folder import RunFolder
 from training.settings import OptionError, settings
@@ -61,14 +59,6 @@ def compile_once(tmp_path_factory):
 
 def train(folder, config=CONFIG):
     return loop.train(config, settings(config), RunFolder(folder))
-
-
-def bits(state):
-    """Everything a state holds, as bytes by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        (state.step, state.params, state.opt_state, jax.random.key_data(state.key))
-    )
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
 def saved_steps(folder):
@@ -384,6 +374,16 @@ def test_what_a_full_disk_left_of_a_first_start_is_no_foreign_folder(once, tmp_p
     assert timeless(train(tmp_path / "run")) == timeless(once[1])
 
 
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    said = r"--workdir=.*run is in use by process \d+ on .*lock: .*wait for it, or end it"
+    with locked(folder.lock, "the run"):
+        with pytest.raises(OptionError, match=said):
+            train(folder.path)
+        assert [path.name for path in folder.path.iterdir()] == ["lock"]
+    assert train(folder.path)[-1]["step"] == SETTINGS.train.steps
+
+
 # --- Not finite (case O4) ------------------------------------------------------------------------
 
 SAVES_AT_2 = tiny.config(checkpoint__every=2)
@@ -470,41 +470,7 @@ def test_gradients_that_are_not_finite_stop_the_run(tmp_path, monkeypatch):
     assert saved_steps(tmp_path / "run") == [2]
 
 
-# --- Seeds (case E3), and what an untrained model knows (case E1) ------------------------------
-
-
-def test_seeds_decide_parameters_and_batches_and_nothing_else_does():
-    drawn = {}
-    for seed in (0, 1):
-        chosen = settings(tiny.config(seed=seed))
-        drawn[seed] = step.init_state(chosen)
-        again = step.init_state(chosen)
-        assert bits(again) == bits(drawn[seed])
-    assert not np.array_equal(jax.random.key_data(drawn[0].key), jax.random.key_data(drawn[1].key))
-    for name, value in drawn[0].params.items():
-        if name.rsplit("/", 1)[-1].startswith("w_"):
-            assert not np.any(value == drawn[1].params[name])
-    other = settings(tiny.config(train__data_seed=1))
-    same = step.init_state(other)
-    assert bits(same) != bits(drawn[0])  # dropout
-    assert all(np.array_equal(same.params[k], drawn[0].params[k]) for k in same.params)
-
-    sample = jax.jit(lambda key: SETTINGS.task.sample(key, 4).tokens_BT)
-    batches = [sample(train_key(seed, index)) for seed in (0, 1) for index in (0, 1, 2)]
-    batches += [sample(evaluation_key(seed, index)) for seed in (0, 1) for index in (0, 1)]
-    assert len({np.asarray(batch).tobytes() for batch in batches}) == len(batches)
-
-
-@pytest.mark.broad
-@pytest.mark.parametrize("config", [gqa, mla, linear], ids=lambda config: config.__name__)
-def test_compiling_the_first_state_in_less_time_changes_no_bit(config, monkeypatch):
-    """Published runs start from these; without any optimisation a few bits differ."""
-    chosen = settings(resolve(config.get_config().to_dict(), {}))
-    ours = bits(step.init_state(chosen))
-    monkeypatch.setattr(step, "RUN_ONCE", OPTIMISED)
-    assert bits(step.init_state(chosen)) == ours
-    monkeypatch.setattr(step, "RUN_ONCE", {"xla_backend_optimization_level": 0})
-    assert bits(step.init_state(chosen)) != ours
+# --- Evaluation (case E3) ------------------------------------------------------------------------
 
 
 def test_the_evaluation_stream_is_fixed_and_does_not_move_training(once):
@@ -517,28 +483,3 @@ def test_the_evaluation_stream_is_fixed_and_does_not_move_training(once):
     other = settings(tiny.config(train__data_seed=7, model__init_seed=7))
     elsewhere = step.make_evaluation(other)(state.params)
     assert {name: counts.ratios() for name, counts in elsewhere.items()} == found
-
-
-@pytest.mark.parametrize("tied_head", [False, True])
-def test_an_untrained_model_is_about_as_good_as_chance(tied_head):
-    """Case E1 (b): 16 symbols; more than a sixteenth would mean that the answer can be seen."""
-    chosen = settings(
-        tiny.config(
-            task__vocab_size=20, task__length=32, model__num_layers=2, eval__batch_size=256,
-            model__tied_head=tied_head,
-        )
-    )  # fmt: skip
-    params = step.init_state(chosen).params
-    for counts in step.make_evaluation(chosen)(params).values():
-        assert int(counts.answers) > 2000
-        assert counts.ratios()["accuracy"] < 1 / 16 + 0.03
-
-
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    said = r"--workdir=.*run is in use by process \d+ on .*lock: .*wait for it, or end it"
-    with locked(folder.lock, "the run"):
-        with pytest.raises(OptionError, match=said):
-            train(folder.path)
-        assert [path.name for path in folder.path.iterdir()] == ["lock"]
-    assert train(folder.path)[-1]["step"] == SETTINGS.train.steps

@@ -14,6 +14,7 @@ from models import pure
 from tasks import evaluation_key
 from tasks.vocabulary import SEP
 from tests import tiny
+from tests.states import bits
 from training import loop, step
 from training.checkpoint import Checkpoints
 from training.restore import restore
@@ -58,11 +59,6 @@ def once(tmp_path_factory):
 def state_of(folder, at):
     with Checkpoints(folder.checkpoints, keep=1, best_metric=None) as saved:
         return saved.restore(step.state_shapes(SETTINGS), at)
-
-
-def bits(state):
-    leaves = jax.tree.leaves((state.step, state.params, state.opt_state))
-    return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
 def test_rows_stand_at_the_multiples_and_at_both_ends(once):
